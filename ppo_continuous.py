@@ -1,0 +1,695 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14",
+#     "gymnasium[mujoco]>=1.4,<2",
+#     "mujoco>=3.2,<5",
+#     "ale-py>=0.12,<0.13",
+#     "numpy>=1.26,<3",
+#     "tyro>=1.0,<2",
+#     "tensorboard>=2.18,<3",
+#     "wandb>=0.22,<1",
+#     "tqdm>=4.66,<5",
+#     "moviepy>=2.1,<3",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) for continuous (Box) actions, in one file.
+
+    python ppo_continuous.py --env-id HalfCheetah-v4     # train: logs, episodes.csv and checkpoint.pt go to runs/NAME
+    python ppo_continuous.py --resume runs/NAME          # go on after Ctrl-C, a kill or a crash
+    python ppo_continuous.py --evaluate runs/NAME        # play episodes with the trained policy
+
+Choices, where implementations of PPO differ:
+ 1. A truncated episode (time limit) is bootstrapped from the observation it really ended in; a terminated one is not.
+ 2. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is exactly 1 in
+    the first minibatch of an iteration. The statistics belong to the agent, so no checkpoint can be without them.
+ 3. Rewards are divided by the running standard deviation of the discounted return, which starts again after every end
+    of an episode (baselines, SB3). Logged returns are raw.
+ 4. The critic runs after the rollout, over all of it at once, and again before every later epoch
+    (--recompute-advantages), so that no advantage comes from an outdated critic.
+ 5. Actions are clipped to their bounds for the environment only; log-probabilities are those of the unclipped actions.
+ 6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are not normalised (--norm-adv does).
+ 7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
+    (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
+ 8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
+ 9. Many environments with short rollouts, and a policy that starts with a small standard deviation, exp(-0.5): these
+    two carry most of the results (benchmark/NOTES.md). README.md lists the flags that give CleanRL's settings.
+
+Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
+Siblings: ppo_discrete.py (Discrete actions, images) and ppo_rnn.py (memory). `diff` shows what is different there.
+"""
+
+import csv
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclasses.dataclass
+class Args:  # the comments are what --help prints
+    # --- run
+    exp_name: str = "ppo_continuous"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
+    runs_dir: str = "runs"  # where run folders are made
+    seed: int = 1  # of the networks, the policy's noise and the environments, each of which gets its own
+    torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, below that cpu is faster
+    compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
+    checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
+    resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
+    evaluate: str | None = None  # a run folder: play episodes with its agent, statistics frozen, and train nothing
+    eval_episodes: int = 10  # episodes that --evaluate plays
+    eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
+    capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos
+    track: bool = False  # log to Weights & Biases too
+    wandb_project_name: str = "ppo"  # project for --track
+    wandb_entity: str | None = None  # team for --track; None: your default
+    # --- environment
+    env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
+    total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
+    num_envs: int = 64  # environments stepped side by side (N)
+    async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
+    norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
+    norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
+    # --- PPO
+    num_steps: int = 32  # steps of each environment per iteration (T)
+    learning_rate: float = 3e-4  # Adam's, at the start
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
+    gamma: float = 0.99  # discount factor, 0 to 1
+    gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
+    num_minibatches: int = 32  # minibatches per epoch; must divide num_envs * num_steps
+    update_epochs: int = 10  # passes over the batch of an iteration
+    norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
+    recompute_advantages: bool = True  # values, advantages, returns from the current critic before each later epoch
+    clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
+    anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
+    clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
+    vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
+    max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
+    target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
+    desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
+    log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
+    state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
+    log_std_min: float | None = None  # lower bound of log_std in sampling, log-probability and entropy; None: none
+    log_std_max: float | None = None  # upper bound; None: none
+
+
+def fail(message, code=2):
+    """End with one line. Code 2: wrong input, nothing has been written; code 1: something broke during the run."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def parse_args(argv=None, default=None):
+    """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    line = "\0".join(sys.argv[1:] if argv is None else argv) + "\0"
+    for field in dataclasses.fields(Args):
+        flag = "--" + field.name.replace("_", "[-_]")
+        if field.type is bool:
+            line = re.sub(rf"{flag}[=\0]true\0", f"--{field.name}\0", line, flags=re.IGNORECASE)
+            line = re.sub(rf"{flag}[=\0]false\0", f"--no-{field.name}\0", line, flags=re.IGNORECASE)
+        elif field.type is int:  # 1e6, 64.0
+            line = re.sub(rf"({flag}[=\0])(\d[\d.]*(?:e\+?\d+)?)\0", lambda m: f"{m[1]}{float(m[2]):.15g}\0", line)
+    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
+
+
+def check_args(args):
+    """Refuse what cannot work, before anything is made."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.type is int and field.name != "seed" and value < 1:
+            fail(f"{flag} must be at least 1, not {value}")
+        if field.type in (float, float | None) and value is not None and not math.isfinite(value):
+            fail(f"{flag} must be a finite number, not {value}")
+        if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
+            fail(f"{flag} must be between 0 and 1, not {value}")
+        if field.name.endswith(("_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
+            fail(f"{flag} must not be negative, not {value}")
+    if (batch_size := args.num_envs * args.num_steps) % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
+    try:
+        torch.zeros(1, device="cpu" if args.device == "auto" else args.device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device {args.device} cannot be used: {error}")
+
+
+def make_envs(args):
+    """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
+    the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
+    try:  # mujoco prints a deprecation, and writes MUJOCO_LOG.TXT, for every HalfCheetah
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    except (ImportError, AttributeError):
+        pass
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    make = partial(gym.make_vec, args.env_id, args.num_envs, "async" if args.async_envs else "sync")
+    make = partial(make, vector_kwargs={"autoreset_mode": same_step})
+    try:
+        envs = make()
+        if len(envs.single_observation_space.shape or ()) != 1:
+            envs.close()
+            envs = make(wrappers=[gym.wrappers.FlattenObservation])
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    if envs.metadata["autoreset_mode"] != same_step:
+        fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
+    if not isinstance(envs.single_action_space, gym.spaces.Box):
+        fail(f"{args.env_id} has {type(envs.single_action_space).__name__} actions: use ppo_discrete.py")
+    return envs
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of all rows seen so far (Chan et al. 1979), as buffers, so that state_dict has them."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
+        self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
+
+    def update(self, x):
+        """x: (N, *shape)"""
+        delta, total = x.mean(0) - self.mean, self.count + len(x)
+        between = delta.square() * self.count * len(x) / total
+        self.var.copy_((self.var * self.count + x.var(0, correction=0) * len(x) + between) / total)
+        self.mean.add_(delta * len(x) / total)
+        self.count.copy_(total)
+
+
+def layer_init(layer, std=2**0.5):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(input_size, output_size, std):
+    hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), std))
+
+
+class Agent(nn.Module):
+    """Actor and critic, without shared layers, and the statistics of what they see.
+
+    Methods take observations that `normalize_obs` has normalised, except `predict`, which takes them as they come."""
+
+    def __init__(self, obs_size, action_low, action_high, args):
+        super().__init__()
+        self.args = args
+        action_size = len(action_low)
+        self.register_buffer("action_low", torch.as_tensor(action_low))  # (A,)
+        self.register_buffer("action_high", torch.as_tensor(action_high))  # (A,)
+        self.obs_rms = RunningMeanStd((obs_size,))
+        self.return_rms = RunningMeanStd((1,))
+        self.critic = mlp(obs_size, 1, std=1.0)
+        self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, std=0.01)
+        if not args.state_dependent_std:
+            self.log_std = nn.Parameter(torch.full((action_size,), args.log_std_init))
+
+    def normalize_obs(self, raw_obs):
+        """(..., D) of any number type -> (..., D) float32"""
+        if not self.args.norm_obs:
+            return raw_obs.float()
+        return ((raw_obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def get_value(self, obs):
+        """(..., D) -> (...)"""
+        return self.critic(obs).squeeze(-1)
+
+    def get_mean_and_log_std(self, obs):
+        """(..., D) -> mean (..., A), log_std (..., A)"""
+        if self.args.state_dependent_std:
+            mean, log_std = self.actor(obs).chunk(2, dim=-1)
+            log_std = log_std + self.args.log_std_init
+        else:
+            mean = self.actor(obs)
+            log_std = self.log_std.expand_as(mean)
+        if self.args.log_std_min is not None or self.args.log_std_max is not None:
+            log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
+        return mean, log_std
+
+    def get_action_and_value(self, obs, action=None):
+        """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...).
+
+        The normal distribution is written out: the objects of torch.distributions cost more than these networks."""
+        mean, log_std = self.get_mean_and_log_std(obs)
+        if action is None:
+            action = mean + log_std.exp() * torch.randn_like(mean)
+        z = (action - mean) / log_std.exp()
+        log_prob = -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+        entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        return action, log_prob, entropy, self.get_value(obs)
+
+    @torch.no_grad()
+    def predict(self, raw_obs, deterministic=True):
+        """Observation(s) straight from the environment, (D,) or (N, D) -> action(s) for it, (A,) or (N, A), numpy."""
+        obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.action_low.device))
+        action = self.get_mean_and_log_std(obs)[0] if deterministic else self.get_action_and_value(obs)[0]
+        return action.clamp(self.action_low, self.action_high).cpu().numpy()
+
+
+def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
+    """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
+
+    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, 0 after an end, from one rollout to the next; it and
+    return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
+    normalized = torch.empty_like(rewards)
+    for t, (reward, end) in enumerate(zip(rewards, ended)):
+        return_rms.update(discounted_returns.mul_(gamma).add_(reward).unsqueeze(-1))
+        normalized[t] = (reward / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10)
+        discounted_returns.masked_fill_(end, 0.0)
+    return normalized
+
+
+def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
+    terminated. next_values[t] is the value of the observation that really followed transition t: of the final
+    observation where the episode was truncated, anything where it terminated."""
+    next_values = next_values.masked_fill(terminations, 0.0)
+    deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
+    advantages = deltas.unbind()  # A_t = delta_t + gamma lambda A_{t+1}, in place, row by row from the last but one
+    for advantage, decay, next_advantage in zip(advantages[-2::-1], decays.unbind()[-2::-1], advantages[:0:-1]):
+        advantage.addcmul_(decay, next_advantage)
+    return deltas, deltas + values
+
+
+@torch.no_grad()
+def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
+    """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
+
+    obs (T, N, D); last_obs (N, D) came after the last step; final_obs (K, D) are what the K truncated episodes ended
+    in, in the order of truncations.nonzero()."""
+    values = agent.get_value(obs)
+    next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
+    next_values[truncations] = agent.get_value(final_obs)
+    return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
+
+
+def clipped_policy_loss(log_ratio, advantages, clip_coef):
+    """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
+    ratio = log_ratio.exp()
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
+
+
+def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
+    """0.5 * mean squared error over (M,). With clip_coef, the larger of the squared error and that of the new value
+    moved to within clip_coef of the old one (baselines)."""
+    errors = (new_values - returns).square()
+    if clip_coef is not None:
+        near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (near_values - returns).square())
+    return 0.5 * errors.mean()
+
+
+def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_values, mb_advantages, mb_returns):
+    """Loss of a minibatch, and its metrics by name. clip_scale is what --anneal-clip leaves of the clip ranges."""
+    _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_obs, mb_actions)
+    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
+    if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
+        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+    clip_coef, vf_clip_coef = clip_scale * args.clip_coef, None
+    if args.clip_vloss:
+        vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
+    policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
+    value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
+    metrics = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy.mean(),
+        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
+        "clipfrac": (log_ratio.expm1().abs() > clip_coef).float().mean(),
+    }
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+
+def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
+    """Tensors in and out: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). The KL of the first
+    minibatch of an iteration, 0 up to rounding, says nothing and changes nothing."""
+    lower = (learning_rate / 1.5).clamp(min=1e-5)
+    higher = (learning_rate * 1.5).clamp(max=1e-2)
+    too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
+    return torch.where(approx_kl > 2 * desired_kl, lower, torch.where(too_small, higher, learning_rate))
+
+
+def explained_variance(values, returns):
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
+
+
+def make_compiler(args, device):
+    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing."""
+    if args.compile:
+        options = {"fallback_random": True}  # the random numbers of eager mode
+        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+        try:
+            torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
+            return lambda function: torch.compile(function, dynamic=False, options=options)
+        except Exception as error:  # most often there is no C++ compiler
+            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+    return lambda function: function
+
+
+def make_run_dir(args):
+    name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+    try:
+        Path(args.runs_dir, name).mkdir(parents=True)
+    except OSError as error:
+        fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
+    return Path(args.runs_dir, name)
+
+
+def open_episodes(run_dir, global_step):
+    """episodes.csv, open for appending, and its returns, without the rows a killed run left after its checkpoint."""
+    path, header = run_dir / "episodes.csv", ["global_step", "episodic_return", "episodic_length", "seconds"]
+    rows = [row for row in csv.reader(path.open()) if len(row) == 4 and row != header] if path.exists() else []
+    rows = [row for row in rows if int(row[0]) <= global_step]
+    with open(run_dir / "episodes.tmp", "w", newline="") as file:
+        csv.writer(file).writerows([header] + rows)
+    os.replace(run_dir / "episodes.tmp", path)
+    return path.open("a", newline=""), [float(row[1]) for row in rows]
+
+
+def save_checkpoint(run_dir, checkpoint):
+    """Replaces checkpoint.pt in one step: whatever happens, the new one or the one before is there, whole."""
+    try:
+        torch.save(checkpoint, run_dir / "checkpoint.tmp")
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"cannot write a checkpoint, the last one in {run_dir} is still good: {error}", code=1)
+
+
+def load_checkpoint(run_dir):
+    """The checkpoint of a run folder, "args" as Args. Only tensors and plain values are read: no code in it can run."""
+    path = Path(run_dir, "checkpoint.pt")
+    if not path.is_file():
+        fail(f"there is no {path}: give a run folder")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as error:  # damage shows itself in many ways
+        fail(f"{path} is damaged or not a checkpoint: {type(error).__name__}")
+    if script != "ppo_continuous":
+        fail(f"{path} is from {script}.py: use that")
+    return checkpoint | {"args": Args(**checkpoint["args"])}
+
+
+def load_agent(run_dir):
+    """The trained agent of a run folder, on the CPU, with its statistics: load_agent(run_dir).predict(obs)."""
+    checkpoint = load_checkpoint(run_dir)
+    state = checkpoint["agent"]
+    agent = Agent(len(state["obs_rms.mean"]), state["action_low"], state["action_high"], checkpoint["args"])
+    agent.load_state_dict(state)
+    return agent
+
+
+def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
+    """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
+    env = gym.wrappers.FlattenObservation(gym.make(env_id, render_mode="rgb_array" if video_dir else None))
+    if video_dir:
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+    episodic_returns = np.zeros(episodes)
+    for episode in range(episodes):
+        obs, _ = env.reset(seed=seed + episode)
+        ended = False
+        while not ended:
+            action = agent.predict(obs, deterministic).reshape(env.action_space.shape)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            episodic_returns[episode] += reward
+            ended = terminated or truncated
+    env.close()
+    return episodic_returns
+
+
+def train(args):
+    """Train an agent; return it and its run folder."""
+    # ------------------------------------------------------------------------------------------------ setup
+    check_args(args)
+    T, N, B = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    num_iterations = args.total_timesteps // B
+    auto_device = "cuda" if torch.cuda.is_available() and B // args.num_minibatches >= 4096 else "cpu"
+    device = torch.device(auto_device if args.device == "auto" else args.device)
+    torch.set_num_threads(1)  # these networks are too small for more
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
+
+    envs = make_envs(args)
+    obs_size, action_space = envs.single_observation_space.shape[0], envs.single_action_space
+    agent = Agent(obs_size, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
+    # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
+    parameters = list(agent.parameters())
+    flat_parameters = parameters_to_vector(parameters).detach()
+    vector_to_parameters(flat_parameters, parameters)
+    # A learning rate that is a tensor can change without compiling the step again.
+    learning_rate = torch.tensor(args.learning_rate, device=device)
+    on_cuda = device.type == "cuda"
+    optimizer = torch.optim.Adam([flat_parameters], learning_rate, eps=1e-5, foreach=False, capturable=on_cuda)
+    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
+    clip_scale = torch.ones((), device=device)
+
+    iteration, global_step, seconds_before = 0, 0, 0.0
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume)
+        if checkpoint["args"].env_id != args.env_id:
+            fail(f"{args.resume} was trained on {checkpoint['args'].env_id}, not on {args.env_id}")
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        torch.set_rng_state(checkpoint["rng_state"])
+        if on_cuda and checkpoint["cuda_rng_state"] is not None:
+            torch.cuda.set_rng_state(checkpoint["cuda_rng_state"], device)
+        iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
+
+    compiled = make_compiler(args, device)
+
+    @compiled
+    @torch.no_grad()
+    def act(raw_obs):
+        """raw_obs (N, D) -> obs (N, D), action (N, A), log_prob (N,)"""
+        if args.norm_obs:
+            agent.obs_rms.update(raw_obs)
+        obs = agent.normalize_obs(raw_obs)
+        action, log_prob, _, _ = agent.get_action_and_value(obs)
+        return obs, action, log_prob
+
+    @compiled
+    def compute_gradient(*minibatch):
+        loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)
+        return parameters_to_vector(torch.autograd.grad(loss, parameters)), metrics
+
+    @compiled
+    @torch.no_grad()
+    def apply_gradient(gradient, approx_kl):
+        flat_parameters.grad = gradient
+        if args.max_grad_norm > 0:
+            clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
+        if args.desired_kl is not None:
+            lr = optimizer.param_groups[0]["lr"]
+            lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
+        adam_step(optimizer)
+
+    # Whatever could be refused has been by now: from here on the run exists on disk.
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+    shutil.copy(__file__, run_dir)
+    episodes_file, old_returns = open_episodes(run_dir, global_step)
+    recent_returns = deque(old_returns, maxlen=100)
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_dir.name,
+            id=run_dir.name,
+            resume="allow",
+            config=vars(args),
+            dir=run_dir,
+        )
+
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once.
+    stop_signals = []
+
+    def request_stop(number, frame):
+        stop_signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, request_stop)
+        signal.signal(signal.SIGTERM, request_stop)
+
+    # ------------------------------------------------------------------------------------------------ storage
+    obs = torch.zeros(T, N, obs_size, device=device)
+    actions = torch.zeros(T, N, len(agent.action_low), device=device)
+    log_probs = torch.zeros(T, N, device=device)
+    rewards = torch.zeros(T, N, device=device)
+    terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
+    episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+
+    # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds.
+    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(N)
+    next_obs, _ = envs.reset(seed=seeds.tolist())
+    start_time, start_step = time.time(), global_step
+    progress = tqdm(total=num_iterations * B, initial=global_step, unit="step", unit_scale=True, disable=None)
+
+    while iteration < num_iterations and not stop_signals:
+        iteration += 1
+        remaining = 1.0 - (iteration - 1) / num_iterations
+        if args.anneal_lr and args.desired_kl is None:
+            optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
+        if args.anneal_clip:
+            clip_scale.fill_(remaining)
+
+        # -------------------------------------------------------------------------------------------- rollout
+        episodes, final_obs = [], [obs.new_zeros(0, obs_size)]
+        for t in range(T):
+            obs[t], actions[t], log_probs[t] = act(torch.from_numpy(next_obs).to(device))
+            env_actions = actions[t].clamp(agent.action_low, agent.action_high).cpu().numpy()
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.reshape(envs.action_space.shape))
+            rewards[t] = torch.from_numpy(reward)
+            terminations[t] = torch.from_numpy(terminated)
+            truncations[t] = torch.from_numpy(truncated)
+
+            global_step += N
+            episode_returns += reward
+            episode_lengths += 1
+            if not (np.isfinite(reward).all() and np.isfinite(next_obs).all()):
+                fail(f"{args.env_id} gave NaN or infinity in step {global_step}; the last checkpoint is kept", 1)
+            if truncated.any():
+                raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
+                final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
+            for n in np.flatnonzero(terminated | truncated):
+                seconds = seconds_before + time.time() - start_time
+                episodes.append((global_step, episode_returns[n], episode_lengths[n], seconds))
+                episode_returns[n] = episode_lengths[n] = 0
+
+        # -------------------------------------------------------------------------------------------- advantages
+        if args.norm_reward:
+            ended = terminations | truncations
+            rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
+        last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))
+        rollout = (obs, last_obs, torch.cat(final_obs), rewards, terminations, truncations, args.gamma, args.gae_lambda)
+        values, advantages, returns = estimate_advantages(agent, *rollout)
+        old_values, old_returns = values, returns
+
+        # -------------------------------------------------------------------------------------------- update
+        all_metrics, stop_update = [], False
+        for epoch in range(args.update_epochs):
+            if epoch > 0 and args.recompute_advantages:
+                values, advantages, returns = estimate_advantages(agent, *rollout)
+            # Shuffle the flattened batch (b_, B rows) with one gather, then cut it into minibatches (mb_, M rows).
+            permutation = torch.randperm(B).to(device)
+            b_tensors = [x.flatten(0, 1)[permutation] for x in (obs, actions, log_probs, values, advantages, returns)]
+            for minibatch in zip(*(x.split(B // args.num_minibatches) for x in b_tensors)):
+                gradient, metrics = compute_gradient(*minibatch)
+                all_metrics.append(metrics)
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
+                if stop_update:
+                    break
+                apply_gradient(gradient, metrics["approx_kl"])
+            if stop_update:
+                break
+
+        # -------------------------------------------------------------------------------------------- log
+        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean().item() for name in metrics}
+        if not math.isfinite(sum(scalars.values())):
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+        scalars["losses/explained_variance"] = explained_variance(old_values, old_returns).item()
+        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        for step, episodic_return, episodic_length, seconds in episodes:
+            csv.writer(episodes_file).writerow((step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"))
+            writer.add_scalar("charts/episodic_return", episodic_return, step)
+            writer.add_scalar("charts/episodic_length", episodic_length, step)
+            recent_returns.append(episodic_return)
+        episodes_file.flush()
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        if args.track:
+            if episodes:
+                scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
+                scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
+            wandb.log(scalars, step=global_step)
+        mean_return = np.mean(recent_returns) if recent_returns else math.nan
+        progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+        progress.update(B)
+        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
+            sps = scalars["charts/SPS"]
+            print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
+
+        # -------------------------------------------------------------------------------------------- checkpoint
+        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stop_signals:
+            save_checkpoint(
+                run_dir,
+                {
+                    "script": "ppo_continuous",
+                    "args": vars(args),
+                    "agent": agent.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "rng_state": torch.get_rng_state(),
+                    "cuda_rng_state": torch.cuda.get_rng_state(device) if on_cuda else None,
+                    "iteration": iteration,
+                    "global_step": global_step,
+                    "seconds": seconds_before + time.time() - start_time,
+                },
+            )
+        if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
+            evaluate(agent, args.env_id, 1, args.seed, video_dir=run_dir / "videos", name=f"step-{global_step}")
+
+    for resource in (progress, envs, writer, episodes_file):
+        resource.close()
+    if args.track:
+        wandb.finish()
+    if stop_signals:
+        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
+        raise SystemExit(128 + stop_signals[0])
+    mean_return = np.mean(recent_returns) if recent_returns else math.nan
+    print(f"mean return of the last {len(recent_returns)} episodes: {mean_return:.1f}   {run_dir}")
+    return agent, run_dir
+
+
+def main():
+    args = parse_args()
+    if args.evaluate:
+        env_id = load_checkpoint(args.evaluate)["args"].env_id
+        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
+        agent = load_agent(args.evaluate)
+        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
+        print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
+        print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
+    else:
+        train(parse_args(default=load_checkpoint(args.resume)["args"]) if args.resume else args)
+
+
+if __name__ == "__main__":
+    main()
