@@ -433,7 +433,8 @@ def load_agent(run_dir):
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
-    env = gym.wrappers.FlattenObservation(gym.make(env_id, render_mode="rgb_array" if video_dir else None))
+    env = gym.make(env_id, **({"render_mode": "rgb_array"} if video_dir else {}))
+    env = gym.wrappers.FlattenObservation(env)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)

@@ -1,0 +1,91 @@
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(ROOT), str(TESTS)]
+
+import probes  # noqa: E402, F401
+
+torch.set_num_threads(1)
+SCRIPTS = ["ppo_continuous"]
+# What makes a run small enough for a test; env_id is a probe that every part of the script can run on.
+SMALL = {
+    "total_timesteps": 256,
+    "num_envs": 4,
+    "num_steps": 16,
+    "num_minibatches": 4,
+    "update_epochs": 2,
+    "compile": False,
+}
+PROBE_ENV = {"ppo_continuous": "probe/Target-v0"}
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    """Every reference script, as an imported module."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def small_args(script, tmp_path):
+    """A function that gives Args of a run that takes a second: small_args(gamma=0.9)."""
+
+    def make(**changes):
+        runs_dir = str(tmp_path / "runs")
+        return script.Args(**({"env_id": PROBE_ENV[script.__name__], "runs_dir": runs_dir} | SMALL | changes))
+
+    return make
+
+
+def golden(name):
+    """A case of golden.json: (inputs, expected), lists turned into float64 tensors."""
+    case = next(case for case in json.loads((TESTS / "golden.json").read_text())["cases"] if case["id"] == name)
+
+    def tensors(tree):
+        if isinstance(tree, dict):
+            return float("nan") if tree == {"special": "nan"} else {key: tensors(value) for key, value in tree.items()}
+        try:
+            return torch.tensor(tree, dtype=torch.float64) if isinstance(tree, list) else tree
+        except (TypeError, ValueError):
+            return [tensors(value) for value in tree]
+
+    return tensors(case["inputs"]), tensors(case["expected"])
+
+
+def run(script, *flags, timeout=300, **environment):
+    """The script as a user starts it, in a process of its own; probe environments are given as probes:probe/NAME."""
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def flags_of(**args):
+    """{"num_envs": 4, "compile": False} -> ["--num-envs=4", "--no-compile"]"""
+    flags = []
+    for name, value in args.items():
+        name = name.replace("_", "-")
+        flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+    return flags
+
+
+def scalars(run_dir):
+    """TensorBoard scalars of a run folder: {key: [(step, value), ...]}"""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}

@@ -1,0 +1,96 @@
+"""Small environments with known answers, for the tests. Importing this file registers them."""
+
+import gymnasium as gym
+import numpy as np
+
+# Multiples of 1/16, so that with gamma = 15/16 every sum and product of a probe is exact in float32.
+CHAIN_GAMMA = 15 / 16
+CHAIN_VALUES = np.random.default_rng(0).integers(-16, 17, size=16) / 16
+
+
+class Chain(gym.Env):
+    """State k, observed one-hot, is followed by k + 1; the reward V(k) - gamma V(k + 1), or V(k) at a termination, makes
+    CHAIN_VALUES the exact value of every state under every policy. Episodes take the lengths `lengths` in turn."""
+
+    def __init__(self, lengths=(3, 5, 2, 7), end="truncated"):
+        self.observation_space = gym.spaces.Box(0, 1, (len(CHAIN_VALUES),), np.float64)
+        self.action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.lengths, self.end, self.episode = lengths, end, -1
+
+    def observe(self):
+        return np.eye(len(CHAIN_VALUES))[self.state]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.episode = seed % len(self.lengths)  # the copies of a vector environment differ
+        self.episode += 1
+        self.state = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        value = CHAIN_VALUES[self.state]
+        self.state += 1
+        ended = self.state == self.lengths[self.episode % len(self.lengths)]
+        terminated = ended and self.end in ("terminated", "both")
+        truncated = ended and self.end in ("truncated", "both")
+        reward = value - (0.0 if terminated else CHAIN_GAMMA * CHAIN_VALUES[self.state])
+        return self.observe(), reward, terminated, truncated, {}
+
+
+class Target(gym.Env):
+    """One step per episode: the best action is half the observation, and the return is minus the squared distance."""
+
+    def __init__(self):
+        self.observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.target = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return self.target.copy(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), "an action outside its bounds reached the environment"
+        return self.target.copy(), -float(np.square(action - self.target / 2).sum()), True, False, {}
+
+
+class Broken(Target):
+    """Returns NaN, in the observation or in the reward, at its 300th step."""
+
+    def __init__(self, where="reward"):
+        super().__init__()
+        self.where, self.steps = where, 0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, infos = super().step(action)
+        self.steps += 1
+        if self.steps == 300 and self.where == "reward":
+            reward = np.nan
+        if self.steps == 300 and self.where == "obs":
+            obs, terminated = obs * np.nan, False
+        return obs, reward, terminated, truncated, infos
+
+
+class Shaped(Target):
+    """Observations in a dictionary, actions in a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gym.spaces.Dict(a=self.observation_space, b=gym.spaces.Discrete(3))
+        self.action_space = gym.spaces.Box(-1, 1, (2, 1), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": super().reset(seed=seed)[0], "b": 1}, {}
+
+    def step(self, action):
+        assert action.shape == (2, 1)
+        return {"a": self.target.copy(), "b": 2}, 0.0, False, True, {}
+
+
+gym.register("probe/Chain-v0", Chain)
+gym.register("probe/AlignedChain-v0", Chain, kwargs={"lengths": (8,)})
+gym.register("probe/Target-v0", Target)
+gym.register("probe/NanReward-v0", Broken)
+gym.register("probe/NanObs-v0", Broken, kwargs={"where": "obs"})
+gym.register("probe/Shaped-v0", Shaped)

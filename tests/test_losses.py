@@ -1,0 +1,264 @@
+"""Policy, losses and update: golden vectors, SB3's own update on the same data, compiled against eager."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import golden, scalars
+
+EXACT = {"atol": 1e-9, "rtol": 0}
+
+
+def gradient(function, x):
+    x = x.clone().requires_grad_()
+    loss = function(x)
+    return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+
+def test_policy_loss(script):
+    inputs, expected = golden("policy_loss")
+    log_ratio = inputs["new_logprob"] - inputs["old_logprob"]
+    loss, grad = gradient(lambda x: script.clipped_policy_loss(x, inputs["advantages"], inputs["clip_coef"]), log_ratio)
+    torch.testing.assert_close(loss.item(), expected["loss"], **EXACT)
+    torch.testing.assert_close(grad, expected["grad_new_logprob"], **EXACT)
+
+
+@pytest.mark.parametrize("case, clipped", [("cleanrl_unclipped", False), ("cleanrl_clipped", True)])
+def test_value_loss(script, case, clipped):
+    inputs, expected = golden("value_loss")
+    clip = inputs["clip"] if clipped else None
+    loss, grad = gradient(
+        lambda x: script.clipped_value_loss(x, inputs["old_values"], inputs["returns"], clip), inputs["new_values"]
+    )
+    torch.testing.assert_close(loss.item(), expected[case]["loss"], **EXACT)
+    torch.testing.assert_close(grad, expected[case]["grad"], **EXACT)
+
+
+class Policy:
+    """Stands in for an agent: gives ppo_loss the log-probabilities, entropy and values of a golden case."""
+
+    def __init__(self, log_probs, entropy, values):
+        self.outputs = log_probs, entropy, values
+
+    def get_action_and_value(self, obs, action):
+        return action, *self.outputs
+
+
+def loss_and_metrics(script, inputs, scale=1.0, **args):
+    zeros = torch.zeros_like(inputs["old_logprob"])
+    new_log_probs = inputs.get("new_logprob", zeros)
+    policy = Policy(new_log_probs, inputs.get("entropy", zeros), inputs.get("new_values", zeros))
+    minibatch = [inputs.get(key, zeros) for key in ("old_logprob", "old_values", "advantages", "returns")]
+    return script.ppo_loss(policy, script.Args(**args), scale, None, None, *minibatch)
+
+
+def test_metrics(script):
+    inputs, expected = golden("kl_estimators")
+    metrics = loss_and_metrics(script, inputs)[1]
+    torch.testing.assert_close(metrics["approx_kl"].item(), expected["k3"], **EXACT)
+    inputs, expected = golden("policy_loss")
+    metrics = loss_and_metrics(script, inputs, clip_coef=inputs["clip_coef"])[1]
+    assert metrics["clipfrac"].item() == pytest.approx(expected["clipfrac_ratio"])
+    inputs, expected = golden("explained_variance")
+    explained = script.explained_variance(inputs["y_pred"], inputs["y_true"])
+    wanted = expected["ev"] if isinstance(expected["ev"], float) else float(expected["ev"])
+    torch.testing.assert_close(explained.item(), wanted, **EXACT)
+    assert script.explained_variance(torch.randn(4), torch.ones(4)).isnan()
+
+
+def test_total_loss_of_cleanrl(script):
+    inputs, expected = golden("total_loss_by_system")
+    inputs |= {"new_logprob": expected["new_logprob"], "entropy": expected["entropy"] + 0 * expected["new_logprob"]}
+    cleanrl = {"norm_adv": True, "clip_vloss": True, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": inputs["ent_coef"]}
+    loss, _ = loss_and_metrics(script, inputs, **cleanrl)
+    torch.testing.assert_close(loss.item(), expected["cleanrl"], **EXACT)
+
+
+def test_advantage_normalisation(script):
+    """With ratio 1 the policy loss is minus the mean advantage, its gradient minus the advantages / M."""
+    inputs, expected = golden("adv_norm")
+    x = inputs["x"]
+    log_probs = torch.zeros_like(x, requires_grad=True)
+    case = {"old_logprob": torch.zeros_like(x), "new_logprob": log_probs, "advantages": x}
+    loss, _ = loss_and_metrics(script, case, norm_adv=True, ent_coef=0.0)
+    torch.testing.assert_close(-torch.autograd.grad(loss, log_probs)[0] * len(x), expected["torch_minibatch"], **EXACT)
+    case = {"old_logprob": torch.zeros(1), "advantages": torch.tensor([3.0])}
+    assert loss_and_metrics(script, case, norm_adv=True)[1]["policy_loss"] == -3.0  # one sample: left as it is
+
+
+def test_clip_ranges(script):
+    """--vf-clip-coef is a range of its own, and --anneal-clip scales both."""
+    inputs, _ = golden("value_loss")
+    inputs["old_logprob"] = torch.zeros_like(inputs["returns"])
+    value_loss = lambda *a, **args: loss_and_metrics(script, inputs, *a, clip_vloss=True, **args)[1]["value_loss"]  # noqa: E731
+    wide, narrow = value_loss(clip_coef=0.2), value_loss(clip_coef=0.1)
+    assert wide != narrow
+    assert value_loss(clip_coef=0.1, vf_clip_coef=0.2) == wide
+    assert value_loss(0.5, clip_coef=0.2) == narrow
+    assert value_loss(0.5, clip_coef=0.1, vf_clip_coef=0.4) == wide
+    inputs, expected = golden("policy_loss")
+    clipfrac = lambda *a, **args: loss_and_metrics(script, inputs, *a, **args)[1]["clipfrac"].item()  # noqa: E731
+    assert clipfrac(0.5, clip_coef=2 * inputs["clip_coef"]) == pytest.approx(expected["clipfrac_ratio"])
+
+
+def test_adaptive_learning_rate(script):
+    inputs, expected = golden("adaptive_lr")
+    cases = inputs["lr_and_kl"]
+    for (lr, kl), wanted in zip(cases, expected["lr"]):
+        found = script.adapt_learning_rate(lr, kl, inputs["desired_kl"])
+        torch.testing.assert_close(found, wanted, atol=1e-15, rtol=1e-12)
+    inputs, expected = golden("adaptive_lr_sequence")
+    lr = torch.tensor(inputs["lr0"], dtype=torch.float64)
+    for kl, wanted in zip(inputs["kl"], expected["lr"]):
+        lr = script.adapt_learning_rate(lr, kl, inputs["desired_kl"])
+        torch.testing.assert_close(lr, wanted, atol=1e-15, rtol=1e-12)
+
+
+def test_gradient_and_metrics_of_sb3():
+    """One update of stable_baselines3.PPO from the same weights and the same rollout: its gradient and what it logs."""
+    import ppo_continuous as script
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.logger import Logger
+
+    T, N, D, A = 16, 4, 2, 2
+    sb3 = PPO(
+        "MlpPolicy",
+        gym.make("probe/Target-v0"),
+        n_steps=T * N,
+        batch_size=T * N,
+        n_epochs=1,
+        ent_coef=0.01,
+        max_grad_norm=1e9,
+        device="cpu",
+    )
+    sb3.set_logger(Logger(None, []))
+    args = script.Args(norm_adv=True, vf_coef=1.0, ent_coef=0.01, log_std_init=0.0)  # 1.0 * 0.5 * MSE == 0.5 * MSE
+    agent = script.Agent(D, -np.ones(A, np.float32), np.ones(A, np.float32), args)
+    networks = [(sb3.policy.mlp_extractor.policy_net, agent.actor[:4]), (sb3.policy.action_net, agent.actor[4])]
+    networks += [(sb3.policy.mlp_extractor.value_net, agent.critic[:4]), (sb3.policy.value_net, agent.critic[4])]
+    for theirs, ours in networks:
+        ours.load_state_dict(theirs.state_dict())
+    agent.log_std.data.copy_(sb3.policy.log_std.data)
+
+    torch.manual_seed(0)
+    obs, actions = torch.randn(T * N, D), torch.randn(T * N, A)
+    log_probs = sb3.policy.evaluate_actions(obs, actions)[1].detach() + 0.3 * torch.randn(T * N)
+    values, advantages = torch.randn(2, T * N)
+    returns = advantages + values
+    buffer = sb3.rollout_buffer
+    buffer.observations, buffer.actions = obs.unsqueeze(1).numpy(), actions.unsqueeze(1).numpy()
+    for name, tensor in {
+        "log_probs": log_probs,
+        "values": values,
+        "advantages": advantages,
+        "returns": returns,
+    }.items():
+        setattr(buffer, name, tensor.unsqueeze(1).numpy())
+    buffer.full, buffer.generator_ready = True, False
+
+    loss, metrics = script.ppo_loss(agent, args, 1.0, obs, actions, log_probs, values, advantages, returns)
+    loss.backward()
+    sb3.train()
+    for theirs, ours in networks:
+        for their_parameter, our_parameter in zip(theirs.parameters(), ours.parameters()):
+            torch.testing.assert_close(our_parameter.grad, their_parameter.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(agent.log_std.grad, sb3.policy.log_std.grad, atol=1e-6, rtol=1e-4)
+    logged = sb3.logger.name_to_value
+    assert metrics["policy_loss"].item() == pytest.approx(logged["train/policy_gradient_loss"], abs=1e-6)
+    assert metrics["value_loss"].item() == pytest.approx(0.5 * logged["train/value_loss"], rel=1e-5)
+    assert metrics["entropy"].item() == pytest.approx(-logged["train/entropy_loss"], rel=1e-6)
+    assert metrics["approx_kl"].item() == pytest.approx(logged["train/approx_kl"], rel=1e-4)
+    assert metrics["clipfrac"].item() == pytest.approx(logged["train/clip_fraction"], rel=1e-6)
+    assert loss.item() == pytest.approx(logged["train/loss"], rel=1e-5)
+
+
+def test_ratio_is_one_in_the_first_minibatch(script, small_args, monkeypatch):
+    """In every iteration, with moving observation statistics, the first minibatch finds the agent that collected it."""
+    original, ratios = script.ppo_loss, []
+
+    def spy(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest):
+        with torch.no_grad():
+            ratios.append((agent.get_action_and_value(mb_obs, mb_actions)[1] - mb_log_probs).exp())
+        return original(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    args = small_args(total_timesteps=640)
+    script.train(args)
+    per_iteration = args.update_epochs * args.num_minibatches
+    assert len(ratios) == 10 * per_iteration
+    for first in ratios[::per_iteration]:
+        assert (first - 1).abs().max() <= 1e-6
+    assert (ratios[per_iteration - 1] - 1).abs().max() > 1e-3  # while the last minibatch finds another
+
+
+HARD = {
+    "norm_adv": True,
+    "clip_vloss": True,
+    "vf_clip_coef": 0.1,
+    "anneal_clip": True,
+    "desired_kl": 0.01,
+    "max_grad_norm": 0.1,
+}
+
+
+@pytest.mark.parametrize("flags", [{}, HARD], ids=["defaults", "other choices"])
+def test_compiled_equals_eager(script, small_args, flags):
+    """After 24 minibatch updates in 3 iterations the whole learner, its statistics and its optimizer are those of eager
+    mode, and they have changed. (The trap: a compiled function that leaves a tensor as it was, without an error.)"""
+    learners = {}
+    for compile in (False, True):
+        agent, run_dir = script.train(small_args(compile=compile, total_timesteps=3 * 64, **flags))
+        learners[compile] = agent.state_dict(), script.load_checkpoint(run_dir)["optimizer"], scalars(run_dir)
+    eager, compiled = learners[False], learners[True]
+    torch.testing.assert_close(compiled[0], eager[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(compiled[1], eager[1], atol=1e-5, rtol=1e-4)
+    for key in eager[2]:
+        if key != "charts/SPS":
+            np.testing.assert_allclose(
+                np.array(compiled[2][key]), np.array(eager[2][key]), atol=1e-4, rtol=1e-3, err_msg=key
+            )
+    torch.manual_seed(1)
+    space = gym.make(small_args().env_id).action_space
+    fresh = script.Agent(2, space.low, space.high, small_args(**flags)).state_dict()
+    assert fresh.keys() == eager[0].keys()
+    for name, tensor in fresh.items():
+        if name not in ("action_low", "action_high"):
+            assert not torch.equal(tensor, compiled[0][name]), f"{name} did not change"
+
+
+def test_target_kl_stops_before_the_step(script, small_args, monkeypatch):
+    """SB3's rule, on its golden case: the fourth minibatch is over 1.5 times the target, so three steps are taken."""
+    inputs, expected = golden("target_kl_stop")
+    kls = iter(inputs["approx_kl"].flatten().tolist())
+    original, steps = script.ppo_loss, []
+
+    def with_given_kl(*minibatch):
+        loss, metrics = original(*minibatch)
+        return loss, metrics | {"approx_kl": torch.tensor(next(kls))}
+
+    monkeypatch.setattr(script, "ppo_loss", with_given_kl)
+    clip = script.clip_grad_norm_
+    monkeypatch.setattr(script, "clip_grad_norm_", lambda *a, **k: (steps.append(1), clip(*a, **k)))
+    args = small_args(total_timesteps=64, num_minibatches=2, update_epochs=3, target_kl=inputs["target_kl"])
+    _, run_dir = script.train(args)
+    assert len(steps) == expected["sb3"]["optimizer_steps"]
+    assert scalars(run_dir)["losses/approx_kl"][0][1] == pytest.approx((0.002 + 0.009 + 0.011 + 0.016) / 4)
+
+
+def test_permutations_and_annealing(script, small_args, monkeypatch):
+    """Every sample once per epoch, in a new order every time; learning rate as CleanRL's, from the first to above 0."""
+    original, seen = script.ppo_loss, []
+
+    def spy(*minibatch):
+        seen.append(minibatch[4])
+        return original(*minibatch)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    args = small_args(total_timesteps=256, num_minibatches=4, update_epochs=3)
+    _, run_dir = script.train(args)
+    epochs = [torch.cat(seen[i : i + 4]) for i in range(0, 12, 4)]
+    for epoch in epochs[1:]:
+        assert not torch.equal(epoch, epochs[0])
+        torch.testing.assert_close(epoch.flatten().sort()[0], epochs[0].flatten().sort()[0])
+    learning_rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
+    assert learning_rates == pytest.approx([args.learning_rate * f for f in (1, 0.75, 0.5, 0.25)])

@@ -1,0 +1,271 @@
+"""Runs: same seed, kill and resume, checkpoints, evaluation, Ctrl-C, learning."""
+
+import csv
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROBE_ENV, ROOT, TESTS, flags_of, run, scalars
+
+CHAIN = {"env_id": "probe/AlignedChain-v0", "num_steps": 8, "num_minibatches": 2}  # every rollout is one whole episode
+
+
+def rows(run_dir):
+    with open(run_dir / "episodes.csv") as file:
+        return list(csv.reader(file))
+
+
+def assert_same_learner(one, two):
+    """Two checkpoints whose every tensor and number is equal to the bit, but for the time they took."""
+    assert one["iteration"] == two["iteration"] and one["global_step"] == two["global_step"]
+    for name in ("agent", "optimizer", "rng_state"):
+        torch.testing.assert_close(one[name], two[name], atol=0, rtol=0)
+
+
+def test_same_seed_same_run(script, small_args):
+    """Bit-equal; another seed gives another run, and every environment has a seed of its own."""
+    checkpoints = [script.load_checkpoint(script.train(small_args(seed=seed))[1]) for seed in (3, 3, 4)]
+    assert_same_learner(checkpoints[0], checkpoints[1])
+    assert not torch.equal(checkpoints[0]["agent"]["critic.0.weight"], checkpoints[2]["agent"]["critic.0.weight"])
+
+
+def test_environments_have_different_seeds(script, small_args, monkeypatch):
+    original, observed = script.ppo_loss, []
+
+    def spy(*minibatch):
+        observed.append(minibatch[3])
+        return original(*minibatch)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    args = small_args(total_timesteps=32, num_envs=32, num_steps=1, num_minibatches=1, update_epochs=1, norm_obs=False)
+    script.train(args)
+    assert len(torch.unique(observed[0], dim=0)) == 32
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True}], ids=["defaults", "other"]
+)
+def test_resumed_equals_uninterrupted(script, small_args, flags):
+    """On an environment that starts anew with every rollout, 4 + 4 iterations are 8 iterations to the last bit: weights,
+    optimizer, learning rate, schedules, statistics, random numbers, episodes and logs."""
+    whole = script.train(small_args(total_timesteps=8 * 32, checkpoint_interval=4, **CHAIN, **flags))[1]
+    original = script.save_checkpoint
+
+    def save_and_die(run_dir, checkpoint):
+        original(run_dir, checkpoint)
+        raise KeyboardInterrupt
+
+    script.save_checkpoint = save_and_die
+    with pytest.raises(KeyboardInterrupt):
+        script.train(small_args(total_timesteps=8 * 32, checkpoint_interval=4, exp_name="half", **CHAIN, **flags))
+    script.save_checkpoint = original
+    (half,) = (path for path in whole.parent.iterdir() if "half" in path.name)
+    saved = script.load_checkpoint(half)
+    assert saved["iteration"] == 4
+    args = saved["args"]
+    args.resume = str(half)
+    script.train(args)
+    assert_same_learner(script.load_checkpoint(half), script.load_checkpoint(whole))
+    assert [row[:3] for row in rows(half)] == [row[:3] for row in rows(whole)]
+    one, two = scalars(half), scalars(whole)
+    assert one.keys() == two.keys()
+    for key in one.keys() - {"charts/SPS"}:
+        assert one[key] == two[key], key
+
+
+def start(script, runs_dir, **args):
+    command = [sys.executable, str(ROOT / f"{script}.py"), f"--runs-dir={runs_dir}", *flags_of(**args)]
+    import os
+
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(condition, process, seconds=120):
+    for _ in range(int(seconds * 50)):
+        if result := condition():
+            return result
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise TimeoutError
+
+
+def checkpointed_iteration(script, runs_dir):
+    for path in runs_dir.glob("*/checkpoint.pt"):
+        return script.load_checkpoint(path.parent)["iteration"]
+    return 0
+
+
+LONG = {"total_timesteps": 16 * 4 * 300, "num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2}
+LONG |= {"compile": False, "checkpoint_interval": 7, "seed": 5}
+
+
+def test_kill_and_resume(script, tmp_path):
+    """kill -9 in the middle. Up to the checkpoint, episodes.csv is that of an undisturbed run of the same seed; from
+    there on it goes on without gap or repetition to the same number of steps."""
+    name = script.__name__
+    env_id = "probes:" + PROBE_ENV[name]
+    process = start(name, tmp_path / "killed", env_id=env_id, **LONG)
+    wait_for(lambda: checkpointed_iteration(script, tmp_path / "killed") >= 21, process)
+    process.kill()
+    process.wait()
+    (killed,) = (tmp_path / "killed").iterdir()
+    saved = script.load_checkpoint(killed)
+    with open(killed / "episodes.csv", "a") as file:  # what a kill in the middle of a line leaves
+        file.write(f"{saved['global_step'] + 64},-0.5,1,9.9\n{saved['global_step'] + 64},-0.")
+
+    finished = run(name, "--resume", killed)
+    assert finished.returncode == 0, finished.stderr
+    whole = run(name, f"--runs-dir={tmp_path / 'whole'}", *flags_of(env_id=env_id, **LONG))
+    assert whole.returncode == 0, whole.stderr
+    (whole,) = (tmp_path / "whole").iterdir()
+    resumed_rows, whole_rows = rows(killed), rows(whole)
+    before = [row[:3] for row in whole_rows[1:] if int(row[0]) <= saved["global_step"]]
+    assert [row[:3] for row in resumed_rows[1 : len(before) + 1]] == before
+    assert len(resumed_rows) == len(whole_rows)  # one-step episodes: a row for every step
+    steps = [int(row[0]) for row in resumed_rows[1:]]
+    assert steps == sorted(steps) and steps[-1] == LONG["total_timesteps"]
+    assert all(len(list(group)) == 4 for _, group in itertools.groupby(steps))
+    seconds = [float(row[3]) for row in resumed_rows[1:]]
+    assert seconds == sorted(seconds)
+    end = script.load_checkpoint(killed)
+    assert end["global_step"] == LONG["total_timesteps"] and end["iteration"] == 300
+    logged = [step for step, _ in scalars(killed)["losses/value_loss"]]
+    assert logged == [64 * iteration for iteration in range(1, 301)]
+
+
+def test_kill_while_writing_a_checkpoint(script, tmp_path):
+    """The process dies with half of its second checkpoint written: the first is whole, and the run goes on from it."""
+    name = script.__name__
+    code = f"""
+import os, sys, torch, {name} as script
+original, calls = torch.save, []
+def half(checkpoint, path):
+    original(checkpoint, path)
+    calls.append(1)
+    if len(calls) == 2:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os._exit(9)
+torch.save = half
+sys.argv[1:] = {flags_of(env_id="probes:" + PROBE_ENV[name], runs_dir=str(tmp_path), **LONG | {"total_timesteps": 64 * 20})!r}
+script.main()
+"""
+    import os
+
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"})
+    assert killed.returncode == 9
+    (run_dir,) = tmp_path.iterdir()
+    assert script.load_checkpoint(run_dir)["iteration"] == 7
+    finished = run(name, "--resume", run_dir)
+    assert finished.returncode == 0, finished.stderr
+    assert script.load_checkpoint(run_dir)["iteration"] == 20
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_saves(script, tmp_path, signal_number):
+    """Ctrl-C and SIGTERM end the run after the iteration, saved, with the shell's code for that signal."""
+    process = start(
+        script.__name__, tmp_path, env_id="probes:" + PROBE_ENV[script.__name__], **LONG | {"checkpoint_interval": 1000}
+    )
+    wait_for(
+        lambda: any(len(rows(path)) > 100 for path in tmp_path.iterdir() if (path / "episodes.csv").exists()), process
+    )
+    process.send_signal(signal_number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal_number, output
+    (run_dir,) = tmp_path.iterdir()
+    assert f"--resume {run_dir}" in output and "Traceback" not in output
+    saved = script.load_checkpoint(run_dir)
+    assert 0 < saved["iteration"] < 300
+    assert int(rows(run_dir)[-1][0]) == saved["global_step"]
+
+
+def test_run_folder(script, small_args):
+    """Everything a run leaves, and what is in it."""
+    args = small_args()
+    _, run_dir = script.train(args)
+    assert run_dir.name.startswith(f"{args.env_id.replace('/', '-')}__{script.__name__}__1__")
+    assert json.loads((run_dir / "args.json").read_text()) == vars(args)
+    assert (run_dir / f"{script.__name__}.py").read_text() == (ROOT / f"{script.__name__}.py").read_text()
+    table = rows(run_dir)
+    assert table[0] == ["global_step", "episodic_return", "episodic_length", "seconds"]
+    assert len(table) == 1 + 256 and {row[2] for row in table[1:]} == {"1"}
+    logged = scalars(run_dir)
+    returns = [value for _, value in logged["charts/episodic_return"]]
+    np.testing.assert_allclose(returns, [float(row[1]) for row in table[1:]], rtol=1e-4)
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_episodes_span_rollouts(script, small_args):
+    """Chain episodes of 3, 5, 2 and 7 steps in rollouts of 4: whole lengths and raw, undiscounted returns."""
+    _, run_dir = script.train(
+        small_args(env_id="probe/Chain-v0", num_steps=4, num_envs=1, total_timesteps=136, num_minibatches=1)
+    )
+    table = rows(run_dir)[1:]
+    lengths = [int(row[2]) for row in table]
+    assert sorted(lengths[:4]) == [2, 3, 5, 7] and lengths[:4] * 8 == lengths
+    assert [int(row[0]) for row in table] == list(itertools.accumulate(lengths))
+    from probes import CHAIN_GAMMA, CHAIN_VALUES
+
+    for row in table:
+        length = int(row[2])
+        rewards = CHAIN_VALUES[:length] - CHAIN_GAMMA * CHAIN_VALUES[1 : length + 1]
+        assert float(row[1]) == pytest.approx(rewards.sum(), rel=1e-5)
+
+
+def test_evaluate(script, small_args):
+    """In a fresh process, from raw observations: the same returns twice, and no statistic moves."""
+    args = small_args(env_id="probes:" + small_args().env_id, total_timesteps=1024)
+    agent, run_dir = script.train(args)
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    outputs = [run(script.__name__, "--evaluate", run_dir, "--eval-episodes=5") for _ in range(2)]
+    assert outputs[0].returncode == 0, outputs[0].stderr
+    assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout.splitlines()[0].split()) == 6
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+    state = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
+    returns = script.evaluate(agent, args.env_id, 5, args.seed)
+    assert outputs[0].stdout.splitlines()[0].split()[1:] == [f"{value:.1f}" for value in returns]
+    torch.testing.assert_close(agent.state_dict(), state, atol=0, rtol=0)
+    sampled = script.evaluate(agent, args.env_id, 5, args.seed, deterministic=False)
+    assert not np.array_equal(returns, sampled)
+
+
+def test_loaded_agent_acts_as_the_trained_one(script, small_args):
+    agent, run_dir = script.train(small_args(total_timesteps=512))
+    loaded = script.load_agent(run_dir)
+    raw_obs = np.random.default_rng(0).normal(size=(7, 2)) * 5
+    assert np.array_equal(loaded.predict(raw_obs), agent.predict(raw_obs))
+    assert np.array_equal(loaded.predict(raw_obs[0]), agent.predict(raw_obs)[0])
+    assert np.abs(loaded.predict(raw_obs * 1e6)).max() <= 1
+
+
+def test_learns_the_target(script, small_args):
+    """Best return 0. The policy's mean has to become half the observation, through both normalisations."""
+    args = small_args(
+        total_timesteps=16384, num_envs=16, num_steps=32, num_minibatches=8, update_epochs=10, learning_rate=1e-3
+    )
+    _, run_dir = script.train(args)
+    assert script.evaluate(script.load_agent(run_dir), args.env_id, 50, seed=9).mean() > -0.02
+
+
+@pytest.mark.parametrize("flags", [["--no-compile"], []], ids=["eager", "compiled"])
+def test_learns_inverted_pendulum(flags, tmp_path):
+    """The real script with its defaults balances the pole in 60,000 steps: over 400 steps on average (random: about 6)."""
+    finished = run(
+        "ppo_continuous", "--env-id=InvertedPendulum-v4", "--total-timesteps=6e4", f"--runs-dir={tmp_path}", *flags
+    )
+    assert finished.returncode == 0, finished.stderr
+    (run_dir,) = tmp_path.iterdir()
+    returns = [float(row[1]) for row in rows(run_dir)[1:]]
+    assert np.mean(returns[-30:]) > 400
