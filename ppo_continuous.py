@@ -123,14 +123,14 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    line = "\0".join(sys.argv[1:] if argv is None else argv) + "\0"
+    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = "--" + field.name.replace("_", "[-_]")
         if field.type is bool:
-            line = re.sub(rf"{flag}[=\0]true\0", f"--{field.name}\0", line, flags=re.IGNORECASE)
-            line = re.sub(rf"{flag}[=\0]false\0", f"--no-{field.name}\0", line, flags=re.IGNORECASE)
+            line = re.sub(rf"{flag}[=\0](?i:true)\0", f"--{field.name}\0", line)
+            line = re.sub(rf"{flag}[=\0](?i:false)\0", f"--no-{field.name}\0", line)
         elif field.type is int:  # 1e6, 64.0
-            line = re.sub(rf"({flag}[=\0])(\d[\d.]*(?:e\+?\d+)?)\0", lambda m: f"{m[1]}{float(m[2]):.15g}\0", line)
+            line = re.sub(rf"({flag}[=\0])(\d[\d.]*(?:[eE]\+?\d+)?)\0", lambda m: f"{m[1]}{float(m[2]):.15g}\0", line)
     return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
 
 
@@ -144,10 +144,12 @@ def check_args(args):
             fail(f"{flag} must be a finite number, not {value}")
         if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
             fail(f"{flag} must be between 0 and 1, not {value}")
-        if field.name.endswith(("_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
+        if field.name.endswith(("seed", "_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
             fail(f"{flag} must not be negative, not {value}")
     if (batch_size := args.num_envs * args.num_steps) % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch_size}")
+    if None not in (args.log_std_min, args.log_std_max) and args.log_std_min > args.log_std_max:
+        fail(f"--log-std-min {args.log_std_min} is above --log-std-max {args.log_std_max}")
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
@@ -179,6 +181,13 @@ def make_envs(args):
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
     if not isinstance(envs.single_action_space, gym.spaces.Box):
         fail(f"{args.env_id} has {type(envs.single_action_space).__name__} actions: use ppo_discrete.py")
+    if args.capture_video:
+        try:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env.reset()
+            env.render()
+        except Exception as error:  # no display, no library that draws, nothing to draw
+            fail(f"--capture-video: {args.env_id} cannot be drawn here (for mujoco try MUJOCO_GL=egl): {error}")
     return envs
 
 
@@ -408,27 +417,27 @@ def save_checkpoint(run_dir, checkpoint):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint of a run folder, "args" as Args. Only tensors and plain values are read: no code in it can run."""
+    """The checkpoint of a run folder, "args" in it as Args and "agent" as the trained Agent, on the CPU. Only tensors
+    and plain values are read: no code in it can run."""
     path = Path(run_dir, "checkpoint.pt")
     if not path.is_file():
         fail(f"there is no {path}: give a run folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
+        script, state = str(checkpoint["script"]), checkpoint["agent"]
+        if script == "ppo_continuous":
+            args = Args(**checkpoint["args"])
+            agent = Agent(len(state["obs_rms.mean"]), state["action_low"], state["action_high"], args)
+            agent.load_state_dict(state)
+            return checkpoint | {"args": args, "agent": agent}
     except Exception as error:  # damage shows itself in many ways
-        fail(f"{path} is damaged or not a checkpoint: {type(error).__name__}")
-    if script != "ppo_continuous":
-        fail(f"{path} is from {script}.py: use that")
-    return checkpoint | {"args": Args(**checkpoint["args"])}
+        fail(f"{path} is damaged, or of another version: {type(error).__name__}")
+    fail(f"{path} is from {script}.py")
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder, on the CPU, with its statistics: load_agent(run_dir).predict(obs)."""
-    checkpoint = load_checkpoint(run_dir)
-    state = checkpoint["agent"]
-    agent = Agent(len(state["obs_rms.mean"]), state["action_low"], state["action_high"], checkpoint["args"])
-    agent.load_state_dict(state)
-    return agent
+    """The trained agent of a run folder, with its statistics: load_agent("runs/NAME").predict(obs) is an action."""
+    return load_checkpoint(run_dir)["agent"]
 
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
@@ -479,9 +488,11 @@ def train(args):
     iteration, global_step, seconds_before = 0, 0, 0.0
     if args.resume:
         checkpoint = load_checkpoint(args.resume)
-        if checkpoint["args"].env_id != args.env_id:
-            fail(f"{args.resume} was trained on {checkpoint['args'].env_id}, not on {args.env_id}")
-        agent.load_state_dict(checkpoint["agent"])
+        for name in ("env_id", "num_envs", "num_steps", "state_dependent_std"):
+            old, new = getattr(checkpoint["args"], name), getattr(args, name)
+            if old != new:
+                fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
+        agent.load_state_dict(checkpoint["agent"].state_dict())
         optimizer.load_state_dict(checkpoint["optimizer"])
         torch.set_rng_state(checkpoint["rng_state"])
         if on_cuda and checkpoint["cuda_rng_state"] is not None:
@@ -682,10 +693,11 @@ def train(args):
 def main():
     args = parse_args()
     if args.evaluate:
-        env_id = load_checkpoint(args.evaluate)["args"].env_id
+        check_args(args)
+        checkpoint = load_checkpoint(args.evaluate)
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
-        agent = load_agent(args.evaluate)
-        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
+        env_id, deterministic = checkpoint["args"].env_id, args.eval_deterministic
+        returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
     else:

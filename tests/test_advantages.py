@@ -10,7 +10,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 
 
 def gae(script, inputs, lam=None, final_values=None):
-    """compute_gae on a golden case, next values built from `values`, `last_values` and, at truncations, final values."""
+    """compute_gae on a golden case, its next values built from `values`, `last_values` and the final values."""
     values = inputs["values"]
     terminations = inputs.get("terminations", inputs.get("dones", torch.zeros_like(values))).bool()
     truncations = inputs.get("truncations", torch.zeros_like(values)).bool()

@@ -160,5 +160,5 @@ def test_statistics_see_every_observation_once(script, small_args):
 
 def test_dictionaries_and_shaped_actions(script, small_args):
     """Any observation space is flattened, actions take the shape of their space."""
-    agent, run_dir = script.train(small_args(env_id="probe/Shaped-v0"))
+    _, run_dir = script.train(small_args(env_id="probe/Shaped-v0"))
     assert script.evaluate(script.load_agent(run_dir), "probe/Shaped-v0", 2, seed=0).shape == (2,)

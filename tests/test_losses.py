@@ -116,9 +116,10 @@ def test_adaptive_learning_rate(script):
 
 def test_gradient_and_metrics_of_sb3():
     """One update of stable_baselines3.PPO from the same weights and the same rollout: its gradient and what it logs."""
-    import ppo_continuous as script
     from stable_baselines3 import PPO
     from stable_baselines3.common.logger import Logger
+
+    import ppo_continuous as script
 
     T, N, D, A = 16, 4, 2, 2
     sb3 = PPO(

@@ -24,15 +24,16 @@ def rows(run_dir):
 def assert_same_learner(one, two):
     """Two checkpoints whose every tensor and number is equal to the bit, but for the time they took."""
     assert one["iteration"] == two["iteration"] and one["global_step"] == two["global_step"]
-    for name in ("agent", "optimizer", "rng_state"):
+    for name in ("optimizer", "rng_state"):
         torch.testing.assert_close(one[name], two[name], atol=0, rtol=0)
+    torch.testing.assert_close(one["agent"].state_dict(), two["agent"].state_dict(), atol=0, rtol=0)
 
 
 def test_same_seed_same_run(script, small_args):
     """Bit-equal; another seed gives another run, and every environment has a seed of its own."""
     checkpoints = [script.load_checkpoint(script.train(small_args(seed=seed))[1]) for seed in (3, 3, 4)]
     assert_same_learner(checkpoints[0], checkpoints[1])
-    assert not torch.equal(checkpoints[0]["agent"]["critic.0.weight"], checkpoints[2]["agent"]["critic.0.weight"])
+    assert not torch.equal(checkpoints[0]["agent"].critic[0].weight, checkpoints[2]["agent"].critic[0].weight)
 
 
 def test_environments_have_different_seeds(script, small_args, monkeypatch):
@@ -52,8 +53,8 @@ def test_environments_have_different_seeds(script, small_args, monkeypatch):
     "flags", [{}, {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True}], ids=["defaults", "other"]
 )
 def test_resumed_equals_uninterrupted(script, small_args, flags):
-    """On an environment that starts anew with every rollout, 4 + 4 iterations are 8 iterations to the last bit: weights,
-    optimizer, learning rate, schedules, statistics, random numbers, episodes and logs."""
+    """On an environment that starts anew with every rollout, 4 + 4 iterations are 8 iterations to the last bit:
+    weights, optimizer, learning rate, schedules, statistics, random numbers, episodes and logs."""
     whole = script.train(small_args(total_timesteps=8 * 32, checkpoint_interval=4, **CHAIN, **flags))[1]
     original = script.save_checkpoint
 
@@ -107,7 +108,7 @@ def checkpointed_iteration(script, runs_dir):
     return 0
 
 
-LONG = {"total_timesteps": 16 * 4 * 300, "num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2}
+LONG = {"total_timesteps": 16 * 4 * 150, "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 LONG |= {"compile": False, "checkpoint_interval": 7, "seed": 5}
 
 
@@ -140,14 +141,15 @@ def test_kill_and_resume(script, tmp_path):
     seconds = [float(row[3]) for row in resumed_rows[1:]]
     assert seconds == sorted(seconds)
     end = script.load_checkpoint(killed)
-    assert end["global_step"] == LONG["total_timesteps"] and end["iteration"] == 300
+    assert end["global_step"] == LONG["total_timesteps"] and end["iteration"] == 150
     logged = [step for step, _ in scalars(killed)["losses/value_loss"]]
-    assert logged == [64 * iteration for iteration in range(1, 301)]
+    assert logged == [64 * iteration for iteration in range(1, 151)]
 
 
 def test_kill_while_writing_a_checkpoint(script, tmp_path):
     """The process dies with half of its second checkpoint written: the first is whole, and the run goes on from it."""
     name = script.__name__
+    flags = flags_of(env_id="probes:" + PROBE_ENV[name], runs_dir=str(tmp_path), **LONG | {"total_timesteps": 64 * 20})
     code = f"""
 import os, sys, torch, {name} as script
 original, calls = torch.save, []
@@ -158,7 +160,7 @@ def half(checkpoint, path):
         os.truncate(path, os.path.getsize(path) // 2)
         os._exit(9)
 torch.save = half
-sys.argv[1:] = {flags_of(env_id="probes:" + PROBE_ENV[name], runs_dir=str(tmp_path), **LONG | {"total_timesteps": 64 * 20})!r}
+sys.argv[1:] = {flags!r}
 script.main()
 """
     import os
@@ -187,7 +189,7 @@ def test_interrupt_saves(script, tmp_path, signal_number):
     (run_dir,) = tmp_path.iterdir()
     assert f"--resume {run_dir}" in output and "Traceback" not in output
     saved = script.load_checkpoint(run_dir)
-    assert 0 < saved["iteration"] < 300
+    assert 0 < saved["iteration"] < 150
     assert int(rows(run_dir)[-1][0]) == saved["global_step"]
 
 
