@@ -9,8 +9,8 @@ CHAIN_VALUES = np.random.default_rng(0).integers(-16, 17, size=16) / 16
 
 
 class Chain(gym.Env):
-    """State k, observed one-hot, is followed by k + 1. The reward V(k) - gamma V(k + 1), or V(k) at a termination, makes
-    CHAIN_VALUES the values V of the states under any policy. Episodes take the lengths `lengths` in turn."""
+    """State k, observed one-hot, is followed by k + 1. The reward V(k) - gamma V(k + 1), or V(k) at a termination,
+    makes CHAIN_VALUES the values V of the states under any policy. Episodes take the lengths `lengths` in turn."""
 
     def __init__(self, lengths=(3, 5, 2, 7), end="truncated"):
         self.observation_space = gym.spaces.Box(0, 1, (len(CHAIN_VALUES),), np.float64)

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -82,8 +83,6 @@ def test_resumed_equals_uninterrupted(script, small_args, flags):
 
 def start(script, runs_dir, **args):
     command = [sys.executable, str(ROOT / f"{script}.py"), f"--runs-dir={runs_dir}", *flags_of(**args)]
-    import os
-
     return subprocess.Popen(
         command,
         env=os.environ | {"PYTHONPATH": str(TESTS)},
@@ -163,8 +162,6 @@ torch.save = half
 sys.argv[1:] = {flags!r}
 script.main()
 """
-    import os
-
     killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"})
     assert killed.returncode == 9
     (run_dir,) = tmp_path.iterdir()
@@ -261,13 +258,11 @@ def test_learns_the_target(script, small_args):
     assert script.evaluate(script.load_agent(run_dir), args.env_id, 50, seed=9).mean() > -0.02
 
 
-@pytest.mark.parametrize("flags", [["--no-compile"], []], ids=["eager", "compiled"])
-def test_learns_inverted_pendulum(flags, tmp_path):
-    """The real script with its defaults balances the pole in 60,000 steps: over 400 steps on average (random: about 6)."""
-    finished = run(
-        "ppo_continuous", "--env-id=InvertedPendulum-v4", "--total-timesteps=6e4", f"--runs-dir={tmp_path}", *flags
-    )
+def test_learns_inverted_pendulum(tmp_path):
+    """On a real simulator, compiled, as a user starts it: the pole stays up for its 1,000 steps (at random: about 6)."""
+    flags = {"num_envs": 16, "num_minibatches": 8, "num_steps": 32, "learning_rate": 1e-3, "total_timesteps": "6e4"}
+    finished = run("ppo_continuous", "--env-id=InvertedPendulum-v4", f"--runs-dir={tmp_path}", *flags_of(**flags))
     assert finished.returncode == 0, finished.stderr
     (run_dir,) = tmp_path.iterdir()
     returns = [float(row[1]) for row in rows(run_dir)[1:]]
-    assert np.mean(returns[-30:]) > 400
+    assert np.mean(returns[-10:]) > 900

@@ -1,0 +1,136 @@
+"""Run folders -> a small CSV in benchmark/results/ -> the table in README.md.
+
+    python benchmark/report.py mujoco runs/*     # benchmark/results/mujoco.csv: a row for every finished run
+    python benchmark/report.py --readme          # README.md: the table of mujoco.csv beside published figures
+
+A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
+"""
+
+import csv
+import dataclasses
+import importlib
+import json
+import platform
+import re
+import statistics
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+FIELDS = [
+    "script",
+    "env_id",
+    "exp_name",
+    "seed",
+    "global_step",
+    "last_100_mean",
+    "best_100_mean",
+    "episodes",
+    "seconds",
+]
+FIELDS += ["flags", "versions"]
+PACKAGES = ("torch", "gymnasium", "mujoco")
+VERSIONS = " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+
+
+def summarise(run_dir):
+    """The CSV row of a run folder, or None where the run has not finished. `flags` are the arguments that differ from
+    the script's present defaults."""
+    sys.path.insert(0, str(ROOT))
+    args = json.loads((run_dir / "args.json").read_text())
+    (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
+    defaults = dataclasses.asdict(importlib.import_module(re.sub(r"^v\d+_", "", script)).Args())
+    # Where and how the run went, not what it did.
+    ignored = {"env_id", "seed", "exp_name", "runs_dir", "resume", "checkpoint_interval", "compile", "track"}
+    changed = [name for name in args if args[name] != defaults.get(name) and name not in ignored]
+    flags = [f"--{name.replace('_', '-')}={args[name]}" for name in changed]
+    with open(run_dir / "episodes.csv") as file:
+        episodes = list(csv.DictReader(file))
+    returns = [float(row["episodic_return"]) for row in episodes]
+    batch_size = args["num_envs"] * args["num_steps"]
+    wanted = args["total_timesteps"] // batch_size * batch_size
+    if not (run_dir / "checkpoint.pt").is_file():
+        return None
+    done = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    if done["global_step"] < wanted or not returns:
+        return None
+    window = min(100, len(returns))
+    means = [statistics.fmean(returns[i - window : i]) for i in range(window, len(returns) + 1)]
+    return {
+        "script": re.sub(r"^v\d+_", "", script),
+        "env_id": args["env_id"],
+        "exp_name": args["exp_name"],
+        "seed": args["seed"],
+        "global_step": done["global_step"],
+        "last_100_mean": f"{means[-1]:.1f}",
+        "best_100_mean": f"{max(means):.1f}",
+        "episodes": len(returns),
+        "seconds": f"{done['seconds']:.0f}",
+        "flags": " ".join(flags),
+        "versions": VERSIONS,
+    }
+
+
+def write_csv(name, run_dirs):
+    rows = [row for row in map(summarise, run_dirs) if row]
+    rows.sort(key=lambda row: (row["env_id"], row["exp_name"], row["seed"]))
+    RESULTS.mkdir(exist_ok=True)
+    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{len(rows)} of {len(run_dirs)} runs -> {RESULTS / f'{name}.csv'}")
+    print(table(rows))
+
+
+def table(rows):
+    """Markdown: mean, standard deviation and the single seeds, for each task and setting."""
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["env_id"], row["flags"]), []).append(float(row["last_100_mean"]))
+    lines = ["| task | flags | seeds | mean | standard deviation | single runs |", "|---|---|---|---|---|---|"]
+    for (env_id, flags), values in groups.items():
+        mean, spread = statistics.fmean(values), statistics.pstdev(values)
+        singles = ", ".join(f"{value:,.0f}" for value in values)
+        lines.append(f"| {env_id} | {flags or 'defaults'} | {len(values)} | {mean:,.0f} | {spread:,.0f} | {singles} |")
+    return "\n".join(lines)
+
+
+def write_readme():
+    """Default runs of mujoco.csv beside the rows of published.csv, between README's markers."""
+    with open(RESULTS / "mujoco.csv") as file:
+        rows = [row for row in csv.DictReader(file) if not row["flags"]]
+    with open(ROOT / "benchmark" / "published.csv") as file:
+        published = {(row["env_id"], row["column"]): row for row in csv.DictReader(file)}
+    lines = ["MuJoCo, one million steps, default settings: mean return of the last 100 training episodes, +- standard"]
+    lines[0] += " deviation over seeds."
+    lines += ["", "| task | this repository | seeds | CleanRL | highest PPO figure found |", "|---|---|---|---|---|"]
+    for env_id in dict.fromkeys(row["env_id"] for row in rows):
+        values = [float(row["last_100_mean"]) for row in rows if row["env_id"] == env_id]
+        cells = [env_id, f"**{statistics.fmean(values):,.0f}** +- {statistics.pstdev(values):,.0f}", f"{len(values)}"]
+        for column in ("cleanrl", "highest"):
+            row = published.get((env_id, column))
+            cells.append(f"{float(row['mean_return']):,.0f}{row['mark']}" if row else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    notes = (
+        "Sources and protocols: benchmark/published.csv. *: mean over seeds of each run's best evaluation, not of its"
+    )
+    notes += " last episodes. †: a single run, evaluated without exploration."
+    lines += ["", notes, "", f"Measured with {rows[0]['versions']}; single runs: benchmark/results/mujoco.csv."]
+    readme = ROOT / "README.md"
+    start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
+    before, rest = readme.read_text().split(start)
+    readme.write_text(before + start + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--readme"]:
+        write_readme()
+    elif len(sys.argv) > 2:
+        write_csv(sys.argv[1], [Path(path) for path in sys.argv[2:]])
+    else:
+        raise SystemExit(__doc__)
