@@ -32,8 +32,8 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts, and a policy that starts with a small standard deviation, exp(-0.5): these
-    two carry most of the results (benchmark/NOTES.md). README.md lists the flags that give CleanRL's settings.
+ 9. Many environments with short rollouts (128 x 16), and a policy that starts with a standard deviation of exp(-0.5):
+    these two carry most of the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images) and ppo_rnn.py (memory). `diff` shows what is different there.
@@ -86,12 +86,12 @@ class Args:  # the comments are what --help prints
     # --- environment
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 64  # environments stepped side by side (N)
+    num_envs: int = 128  # environments stepped side by side (N)
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
-    num_steps: int = 32  # steps of each environment per iteration (T)
+    num_steps: int = 16  # steps of each environment per iteration (T)
     learning_rate: float = 3e-4  # Adam's, at the start
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
@@ -172,7 +172,8 @@ def make_envs(args):
     make = partial(make, vector_kwargs={"autoreset_mode": same_step})
     try:
         envs = make()
-        if len(envs.single_observation_space.shape or ()) != 1:
+        obs_space = envs.single_observation_space
+        if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
             envs = make(wrappers=[gym.wrappers.FlattenObservation])
     except (gym.error.Error, ModuleNotFoundError) as error:
@@ -202,7 +203,8 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """x: (N, *shape)"""
+        """x: (N, *shape), any type of number"""
+        x = x.double()
         delta, total = x.mean(0) - self.mean, self.count + len(x)
         between = delta.square() * self.count * len(x) / total
         self.var.copy_((self.var * self.count + x.var(0, correction=0) * len(x) + between) / total)
@@ -388,9 +390,11 @@ def make_compiler(args, device):
 
 
 def make_run_dir(args):
+    """A new folder for the run, with a copy of this script."""
     name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{time.time():.3f}"
     try:
         Path(args.runs_dir, name).mkdir(parents=True)
+        shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
     except OSError as error:
         fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
     return Path(args.runs_dir, name)
@@ -530,7 +534,6 @@ def train(args):
     # Whatever could be refused has been by now: from here on the run exists on disk.
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
-    shutil.copy(__file__, run_dir)
     episodes_file, old_returns = open_episodes(run_dir, global_step)
     recent_returns = deque(old_returns, maxlen=100)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)
@@ -554,9 +557,8 @@ def train(args):
         stop_signals.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, request_stop)
-        signal.signal(signal.SIGTERM, request_stop)
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    old_handlers = {number: signal.signal(number, request_stop) for number in numbers}
 
     # ------------------------------------------------------------------------------------------------ storage
     obs = torch.zeros(T, N, obs_size, device=device)
@@ -678,6 +680,8 @@ def train(args):
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
             evaluate(agent, args.env_id, 1, args.seed, video_dir=run_dir / "videos", name=f"step-{global_step}")
 
+    for number, handler in old_handlers.items():
+        signal.signal(number, handler)
     for resource in (progress, envs, writer, episodes_file):
         resource.close()
     if args.track:

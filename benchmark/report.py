@@ -45,7 +45,17 @@ def summarise(run_dir):
     (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
     defaults = dataclasses.asdict(importlib.import_module(re.sub(r"^v\d+_", "", script)).Args())
     # Where and how the run went, not what it did.
-    ignored = {"env_id", "seed", "exp_name", "runs_dir", "resume", "checkpoint_interval", "compile", "track"}
+    ignored = {
+        "env_id",
+        "seed",
+        "exp_name",
+        "runs_dir",
+        "num_threads",
+        "resume",
+        "checkpoint_interval",
+        "compile",
+        "track",
+    }
     changed = [name for name in args if args[name] != defaults.get(name) and name not in ignored]
     flags = [f"--{name.replace('_', '-')}={args[name]}" for name in changed]
     with open(run_dir / "episodes.csv") as file:

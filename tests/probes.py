@@ -88,7 +88,22 @@ class Shaped(Target):
         return {"a": self.target.copy(), "b": 2}, 0.0, False, True, {}
 
 
+class Integers(Target):
+    """Observations that are integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gym.spaces.MultiDiscrete([5, 5])
+
+    def reset(self, *, seed=None, options=None):
+        return (super().reset(seed=seed)[0] * 2 + 2).astype(np.int64), {}
+
+    def step(self, action):
+        return np.array([2, 3]), 1.0, True, False, {}
+
+
 gym.register("probe/Chain-v0", Chain)
+gym.register("probe/Integers-v0", Integers)
 gym.register("probe/AlignedChain-v0", Chain, kwargs={"lengths": (8,)})
 gym.register("probe/Target-v0", Target)
 gym.register("probe/NanReward-v0", Broken)

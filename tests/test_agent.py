@@ -158,7 +158,8 @@ def test_statistics_see_every_observation_once(script, small_args):
     assert torch.equal(off.normalize_obs(raw), raw.float())
 
 
-def test_dictionaries_and_shaped_actions(script, small_args):
-    """Any observation space is flattened, actions take the shape of their space."""
-    _, run_dir = script.train(small_args(env_id="probe/Shaped-v0"))
-    assert script.evaluate(script.load_agent(run_dir), "probe/Shaped-v0", 2, seed=0).shape == (2,)
+@pytest.mark.parametrize("env_id", ["probe/Shaped-v0", "probe/Integers-v0"])
+def test_other_spaces(script, small_args, env_id):
+    """Dictionaries and integers are flattened into a vector, actions take the shape of their space."""
+    _, run_dir = script.train(small_args(env_id=env_id))
+    assert script.evaluate(script.load_agent(run_dir), env_id, 2, seed=0).shape == (2,)
