@@ -534,8 +534,8 @@ def train(args):
     # Whatever could be refused has been by now: from here on the run exists on disk.
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
-    episodes_file, old_returns = open_episodes(run_dir, global_step)
-    recent_returns = deque(old_returns, maxlen=100)
+    episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+    recent_returns = deque(earlier_returns, maxlen=100)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)
     if args.track:
         import wandb
@@ -663,6 +663,7 @@ def train(args):
 
         # -------------------------------------------------------------------------------------------- checkpoint
         if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stop_signals:
+            writer.flush()  # what comes before the checkpoint is on disk, what comes after it is purged on --resume
             save_checkpoint(
                 run_dir,
                 {

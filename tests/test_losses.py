@@ -247,15 +247,17 @@ def test_target_kl_stops_before_the_step(script, small_args, monkeypatch):
 
 
 def test_permutations_and_annealing(script, small_args, monkeypatch):
-    """Every sample once per epoch, in a new order every time; learning rate as CleanRL's, from the first to above 0."""
-    original, seen = script.ppo_loss, []
+    """Every sample once per epoch, in a new order every time; learning rate and clip range fall linearly, the first
+    iteration having all of them and the last a part that is not zero (as in CleanRL)."""
+    original, seen, clip_scales = script.ppo_loss, [], []
 
-    def spy(*minibatch):
-        seen.append(minibatch[4])
-        return original(*minibatch)
+    def spy(*arguments):
+        clip_scales.append(float(arguments[2]))
+        seen.append(arguments[4])
+        return original(*arguments)
 
     monkeypatch.setattr(script, "ppo_loss", spy)
-    args = small_args(total_timesteps=256, num_minibatches=4, update_epochs=3)
+    args = small_args(total_timesteps=256, num_minibatches=4, update_epochs=3, anneal_clip=True)
     _, run_dir = script.train(args)
     epochs = [torch.cat(seen[i : i + 4]) for i in range(0, 12, 4)]
     for epoch in epochs[1:]:
@@ -263,3 +265,11 @@ def test_permutations_and_annealing(script, small_args, monkeypatch):
         torch.testing.assert_close(epoch.flatten().sort()[0], epochs[0].flatten().sort()[0])
     learning_rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
     assert learning_rates == pytest.approx([args.learning_rate * f for f in (1, 0.75, 0.5, 0.25)])
+    assert clip_scales == [1] * 12 + [0.75] * 12 + [0.5] * 12 + [0.25] * 12
+
+
+def test_desired_kl_moves_the_learning_rate(script, small_args):
+    """A KL far below the desired one drives the learning rate up to its bound, one far above it drives it down."""
+    for desired_kl, low, high in [(10.0, 0.0099, 0.0101), (1e-6, 0.9e-5, 1e-4)]:
+        _, run_dir = script.train(small_args(total_timesteps=640, desired_kl=desired_kl))
+        assert low <= scalars(run_dir)["charts/learning_rate"][-1][1] <= high

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROBE_ENV, ROOT, TESTS, flags_of, run, scalars
+from torch.utils.tensorboard import SummaryWriter
 
 CHAIN = {"env_id": "probe/AlignedChain-v0", "num_steps": 8, "num_minibatches": 2}  # every rollout is one whole episode
 
@@ -124,6 +125,8 @@ def test_kill_and_resume(script, tmp_path):
     saved = script.load_checkpoint(killed)
     with open(killed / "episodes.csv", "a") as file:  # what a kill in the middle of a line leaves
         file.write(f"{saved['global_step'] + 64},-0.5,1,9.9\n{saved['global_step'] + 64},-0.")
+    with SummaryWriter(killed) as writer:  # and what TensorBoard may have been told before it
+        writer.add_scalar("losses/value_loss", 99.0, saved["global_step"] + 1)
 
     finished = run(name, "--resume", killed)
     assert finished.returncode == 0, finished.stderr
