@@ -72,7 +72,7 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # of the networks, the policy's noise and the environments, each of which gets its own
     torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, below that cpu is faster
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
@@ -305,10 +305,11 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.unbind()  # A_t = delta_t + gamma lambda A_{t+1}, in place, row by row from the last but one
-    for advantage, decay, next_advantage in zip(advantages[-2::-1], decays.unbind()[-2::-1], advantages[:0:-1]):
-        advantage.addcmul_(decay, next_advantage)
-    return deltas, deltas + values
+    advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
+    advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
+    for t in reversed(range(len(deltas) - 1)):
+        advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
+    return advantages, advantages + values
 
 
 @torch.no_grad()
@@ -537,6 +538,9 @@ def train(args):
     episodes_file, earlier_returns = open_episodes(run_dir, global_step)
     recent_returns = deque(earlier_returns, maxlen=100)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+    writer.add_text(
+        "hyperparameters", "\n".join(["|name|value|", "|-|-|", *(f"|{k}|{v}|" for k, v in vars(args).items())])
+    )
     if args.track:
         import wandb
 
