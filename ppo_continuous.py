@@ -182,13 +182,6 @@ def make_envs(args):
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
     if not isinstance(envs.single_action_space, gym.spaces.Box):
         fail(f"{args.env_id} has {type(envs.single_action_space).__name__} actions: use ppo_discrete.py")
-    if args.capture_video:
-        try:
-            env = gym.make(args.env_id, render_mode="rgb_array")
-            env.reset()
-            env.render()
-        except Exception as error:  # no display, no library that draws, nothing to draw
-            fail(f"--capture-video: {args.env_id} cannot be drawn here (for mujoco try MUJOCO_GL=egl): {error}")
     return envs
 
 
@@ -445,6 +438,17 @@ def load_agent(run_dir):
     return load_checkpoint(run_dir)["agent"]
 
 
+def check_video(env_id):
+    """Draw one picture, before anything depends on it."""
+    try:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset()
+        env.render()
+        env.close()
+    except Exception as error:  # no display, no library that draws, nothing to draw
+        fail(f"--capture-video: {env_id} cannot be drawn here (for mujoco try MUJOCO_GL=egl): {error}")
+
+
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
     env = gym.make(env_id, **({"render_mode": "rgb_array"} if video_dir else {}))
@@ -477,6 +481,8 @@ def train(args):
     torch.manual_seed(args.seed)
 
     envs = make_envs(args)
+    if args.capture_video:
+        check_video(args.env_id)
     obs_size, action_space = envs.single_observation_space.shape[0], envs.single_action_space
     agent = Agent(obs_size, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
     # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
@@ -534,6 +540,7 @@ def train(args):
 
     # Whatever could be refused has been by now: from here on the run exists on disk.
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    print(f"{run_dir}: {num_iterations} iterations of {N} x {T} steps on {device}", flush=True)
     (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
     episodes_file, earlier_returns = open_episodes(run_dir, global_step)
     recent_returns = deque(earlier_returns, maxlen=100)
@@ -704,8 +711,10 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
         env_id, deterministic = checkpoint["args"].env_id, args.eval_deterministic
+        if args.capture_video:
+            check_video(env_id)
+        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
         returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")

@@ -236,7 +236,11 @@ def test_video(script, tmp_path):
     assert len(videos) == 3 and all(path.stat().st_size > 1000 for path in videos)
 
 
-def test_video_of_what_cannot_be_drawn(script, tmp_path, monkeypatch, capsys):
-    flags = flags_of(env_id=PROBE_ENV[script.__name__], runs_dir=tmp_path / "runs", capture_video=True, **SMALL)
+def test_video_of_what_cannot_be_drawn(script, small_args, tmp_path, monkeypatch, capsys):
+    flags = flags_of(env_id=PROBE_ENV[script.__name__], runs_dir=tmp_path / "none", capture_video=True, **SMALL)
     assert_one_line(call_main(script, flags, monkeypatch, capsys), "--capture-video")
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "none").exists()
+    _, run_dir = script.train(small_args())
+    assert_one_line(
+        call_main(script, ["--evaluate", run_dir, "--capture-video"], monkeypatch, capsys), "--capture-video"
+    )
