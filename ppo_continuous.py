@@ -158,15 +158,20 @@ def check_args(args):
         fail(f"--device {args.device} cannot be used: {error}")
 
 
-def make_envs(args):
-    """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
-    the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
-    try:  # mujoco prints a deprecation, and writes MUJOCO_LOG.TXT, for every HalfCheetah
+def quiet_mujoco():
+    """Without this mujoco prints a deprecation, and writes MUJOCO_LOG.TXT, for every HalfCheetah that is made."""
+    try:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
     except (ImportError, AttributeError):
         pass
+
+
+def make_envs(args):
+    """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
+    the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
+    quiet_mujoco()
     same_step = gym.vector.AutoresetMode.SAME_STEP
     make = partial(gym.make_vec, args.env_id, args.num_envs, "async" if args.async_envs else "sync")
     make = partial(make, vector_kwargs={"autoreset_mode": same_step})
@@ -451,6 +456,7 @@ def check_video(env_id):
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
+    quiet_mujoco()
     env = gym.make(env_id, **({"render_mode": "rgb_array"} if video_dir else {}))
     env = gym.wrappers.FlattenObservation(env)
     if video_dir:
