@@ -74,8 +74,8 @@ def test_readme_snippet_acts(script, small_args, monkeypatch):
 
 
 def test_alone_in_an_empty_folder(script, tmp_path):
-    """The script needs no other file, leaves nothing but its run folder, and says nothing on stderr but gymnasium's note
-    that v4 is out of date (two lines), in training and in evaluation."""
+    """The script needs no other file and leaves nothing but its run folder. In training as in evaluation stderr has
+    nothing but gymnasium's note that v4 is out of date, two lines."""
     shutil.copy(ROOT / f"{script.__name__}.py", tmp_path)
 
     def run_alone(*flags):
