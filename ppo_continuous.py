@@ -181,7 +181,7 @@ def make_envs(args):
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
             envs = make(wrappers=[gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ModuleNotFoundError) as error:
+    except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")

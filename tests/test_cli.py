@@ -58,6 +58,7 @@ BAD = {
     "unknown environment": ({"env_id": "NoSuchEnv-v0"}, "NoSuchEnv"),
     "malformed environment": ({"env_id": "no such env!"}, "no such env!"),
     "module not installed": ({"env_id": "nomodule:NoSuchEnv-v0"}, "nomodule"),
+    "environment of another mujoco": ({"env_id": "Hopper-v3"}, "Hopper-v3"),
     "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
     "indivisible batch": ({"num_minibatches": 7}, "--num-minibatches 7 must divide num_envs * num_steps = 64"),
     "negative size": ({"num_envs": -1}, "--num-envs must be at least 1, not -1"),
