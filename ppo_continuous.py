@@ -36,7 +36,7 @@ Choices, where implementations of PPO differ:
     these two carry most of the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
-Siblings: ppo_discrete.py (Discrete actions, images) and ppo_rnn.py (memory). `diff` shows what is different there.
+Siblings to come: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` will show what changes there.
 """
 
 import csv
@@ -49,7 +49,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from functools import partial
@@ -70,13 +69,15 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = "ppo_continuous"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # of the networks, the policy's noise and the environments, each of which gets its own
+    seed: int = 1  # random seed of networks, policy noise and environments (each of them gets its own)
     torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
-    evaluate: str | None = None  # a run folder: play episodes with its agent, statistics frozen, and train nothing
+    evaluate: str | None = (
+        None  # a run folder: play episodes with its agent, statistics frozen; no training flag counts
+    )
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos
@@ -92,7 +93,7 @@ class Args:  # the comments are what --help prints
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
     num_steps: int = 16  # steps of each environment per iteration (T)
-    learning_rate: float = 3e-4  # Adam's, at the start
+    learning_rate: float = 3e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
@@ -125,12 +126,13 @@ def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
-        flag = "--" + field.name.replace("_", "[-_]")
+        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
         if field.type is bool:
-            line = re.sub(rf"{flag}[=\0](?i:true)\0", f"--{field.name}\0", line)
-            line = re.sub(rf"{flag}[=\0](?i:false)\0", f"--no-{field.name}\0", line)
+            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
+            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
         elif field.type is int:  # 1e6, 64.0
-            line = re.sub(rf"({flag}[=\0])(\d[\d.]*(?:[eE]\+?\d+)?)\0", lambda m: f"{m[1]}{float(m[2]):.15g}\0", line)
+            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
+            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
     return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
 
 
@@ -153,9 +155,9 @@ def check_args(args):
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
-        torch.zeros(1, device="cpu" if args.device == "auto" else args.device)
-    except (RuntimeError, AssertionError) as error:
-        fail(f"--device {args.device} cannot be used: {error}")
+        torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
 
 
 def quiet_mujoco():
@@ -181,12 +183,15 @@ def make_envs(args):
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
             envs = make(wrappers=[gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        fail(f"{args.env_id} has observations that cannot be flattened into a vector of one size")
     if not isinstance(envs.single_action_space, gym.spaces.Box):
-        fail(f"{args.env_id} has {type(envs.single_action_space).__name__} actions: use ppo_discrete.py")
+        kind = type(envs.single_action_space).__name__
+        fail(f"{args.env_id} has {kind} actions: " + ("use ppo_discrete.py" if "Discrete" in kind else "Box is needed"))
     return envs
 
 
@@ -237,7 +242,7 @@ class Agent(nn.Module):
         self.critic = mlp(obs_size, 1, std=1.0)
         self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, std=0.01)
         if not args.state_dependent_std:
-            self.log_std = nn.Parameter(torch.full((action_size,), args.log_std_init))
+            self.log_std = nn.Parameter(torch.full((action_size,), float(args.log_std_init)))
 
     def normalize_obs(self, raw_obs):
         """(..., D) of any number type -> (..., D) float32"""
@@ -275,7 +280,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):
-        """Observation(s) straight from the environment, (D,) or (N, D) -> action(s) for it, (A,) or (N, A), numpy."""
+        """Raw observation(s), flat, (D,) or (N, D) -> action(s) within their bounds, flat, (A,) or (N, A), numpy."""
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.action_low.device))
         action = self.get_mean_and_log_std(obs)[0] if deterministic else self.get_action_and_value(obs)[0]
         return action.clamp(self.action_low, self.action_high).cpu().numpy()
@@ -390,7 +395,7 @@ def make_compiler(args, device):
 
 def make_run_dir(args):
     """A new folder for the run, with a copy of this script."""
-    name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
     try:
         Path(args.runs_dir, name).mkdir(parents=True)
         shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
@@ -405,18 +410,18 @@ def open_episodes(run_dir, global_step):
     rows = [row for row in csv.reader(path.open()) if len(row) == 4 and row != header] if path.exists() else []
     rows = [row for row in rows if int(row[0]) <= global_step]
     with open(run_dir / "episodes.tmp", "w", newline="") as file:
-        csv.writer(file).writerows([header] + rows)
+        csv.writer(file, lineterminator="\n").writerows([header] + rows)
     os.replace(run_dir / "episodes.tmp", path)
     return path.open("a", newline=""), [float(row[1]) for row in rows]
 
 
 def save_checkpoint(run_dir, checkpoint):
-    """Replaces checkpoint.pt in one step: whatever happens, the new one or the one before is there, whole."""
+    """Replaces checkpoint.pt in one step: a kill or a full disk leaves either the new one or the one before, whole."""
     try:
         torch.save(checkpoint, run_dir / "checkpoint.tmp")
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
     except (OSError, RuntimeError) as error:
-        fail(f"cannot write a checkpoint, the last one in {run_dir} is still good: {error}", code=1)
+        fail(f"cannot write a checkpoint into {run_dir}, the one before is kept: {error}", code=1)
 
 
 def load_checkpoint(run_dir):
@@ -443,22 +448,23 @@ def load_agent(run_dir):
     return load_checkpoint(run_dir)["agent"]
 
 
-def check_video(env_id):
-    """Draw one picture, before anything depends on it."""
+def make_evaluation_env(env_id, draw):
+    """One environment; with `draw` it has already shown that it can draw itself."""
+    quiet_mujoco()
     try:
-        env = gym.make(env_id, render_mode="rgb_array")
+        env = gym.wrappers.FlattenObservation(gym.make(env_id, **({"render_mode": "rgb_array"} if draw else {})))
         env.reset()
-        env.render()
-        env.close()
-    except Exception as error:  # no display, no library that draws, nothing to draw
-        fail(f"--capture-video: {env_id} cannot be drawn here (for mujoco try MUJOCO_GL=egl): {error}")
+        if draw:
+            env.render()
+        return env
+    except Exception as error:  # no such environment; no display, no library that draws, nothing to draw
+        hint = " to draw for --capture-video (for mujoco try MUJOCO_GL=egl)" if draw else ""
+        fail(f"cannot make {env_id}{hint}: {error}")
 
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
-    quiet_mujoco()
-    env = gym.make(env_id, **({"render_mode": "rgb_array"} if video_dir else {}))
-    env = gym.wrappers.FlattenObservation(env)
+    env = make_evaluation_env(env_id, draw=video_dir is not None)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
@@ -474,8 +480,11 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
     return episodic_returns
 
 
-def train(args):
-    """Train an agent; return it and its run folder."""
+def train(args, stop_signals=()):
+    """Train an agent; return it and its run folder. Bad input prints one line and raises SystemExit.
+
+    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
+    and the last one."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
     T, N, B = args.num_steps, args.num_envs, args.num_steps * args.num_envs
@@ -488,7 +497,7 @@ def train(args):
 
     envs = make_envs(args)
     if args.capture_video:
-        check_video(args.env_id)
+        make_evaluation_env(args.env_id, draw=True).close()
     obs_size, action_space = envs.single_observation_space.shape[0], envs.single_action_space
     agent = Agent(obs_size, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
     # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
@@ -496,9 +505,8 @@ def train(args):
     flat_parameters = parameters_to_vector(parameters).detach()
     vector_to_parameters(flat_parameters, parameters)
     # A learning rate that is a tensor can change without compiling the step again.
-    learning_rate = torch.tensor(args.learning_rate, device=device)
-    on_cuda = device.type == "cuda"
-    optimizer = torch.optim.Adam([flat_parameters], learning_rate, eps=1e-5, foreach=False, capturable=on_cuda)
+    lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
+    optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
     clip_scale = torch.ones((), device=device)
 
@@ -510,7 +518,10 @@ def train(args):
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
         agent.load_state_dict(checkpoint["agent"].state_dict())
+        (group,) = checkpoint["optimizer"]["param_groups"]
+        group |= {"capturable": on_cuda, "lr": lr.copy_(group["lr"])}  # the checkpoint may be from another device
         optimizer.load_state_dict(checkpoint["optimizer"])
+        lr = optimizer.param_groups[0]["lr"]
         torch.set_rng_state(checkpoint["rng_state"])
         if on_cuda and checkpoint["cuda_rng_state"] is not None:
             torch.cuda.set_rng_state(checkpoint["cuda_rng_state"], device)
@@ -540,7 +551,6 @@ def train(args):
         if args.max_grad_norm > 0:
             clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
         if args.desired_kl is not None:
-            lr = optimizer.param_groups[0]["lr"]
             lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
         adam_step(optimizer)
 
@@ -551,31 +561,14 @@ def train(args):
     episodes_file, earlier_returns = open_episodes(run_dir, global_step)
     recent_returns = deque(earlier_returns, maxlen=100)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)
-    writer.add_text(
-        "hyperparameters", "\n".join(["|name|value|", "|-|-|", *(f"|{k}|{v}|" for k, v in vars(args).items())])
-    )
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_dir.name,
-            id=run_dir.name,
-            resume="allow",
-            config=vars(args),
-            dir=run_dir,
-        )
-
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once.
-    stop_signals = []
-
-    def request_stop(number, frame):
-        stop_signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    old_handlers = {number: signal.signal(number, request_stop) for number in numbers}
+        run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+        try:
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
+        except wandb.errors.Error as error:
+            fail(f"--track: {error}", code=1)
 
     # ------------------------------------------------------------------------------------------------ storage
     obs = torch.zeros(T, N, obs_size, device=device)
@@ -593,11 +586,11 @@ def train(args):
     start_time, start_step = time.time(), global_step
     progress = tqdm(total=num_iterations * B, initial=global_step, unit="step", unit_scale=True, disable=None)
 
-    while iteration < num_iterations and not stop_signals:
+    while iteration < num_iterations:
         iteration += 1
         remaining = 1.0 - (iteration - 1) / num_iterations
-        if args.anneal_lr and args.desired_kl is None:
-            optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
+        if args.desired_kl is None:
+            lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
 
@@ -615,7 +608,9 @@ def train(args):
             episode_returns += reward
             episode_lengths += 1
             if not (np.isfinite(reward).all() and np.isfinite(next_obs).all()):
-                fail(f"{args.env_id} gave NaN or infinity in step {global_step}; the last checkpoint is kept", 1)
+                fail(
+                    f"{args.env_id} gave NaN or infinity in step {global_step}; the last checkpoint, if any, is kept", 1
+                )
             if truncated.any():
                 raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
                 final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
@@ -638,7 +633,7 @@ def train(args):
         for epoch in range(args.update_epochs):
             if epoch > 0 and args.recompute_advantages:
                 values, advantages, returns = estimate_advantages(agent, *rollout)
-            # Shuffle the flattened batch (b_, B rows) with one gather, then cut it into minibatches (mb_, M rows).
+            # Shuffle the flattened batch (b_, B rows) at once, then cut it into minibatches (mb_, M rows).
             permutation = torch.randperm(B).to(device)
             b_tensors = [x.flatten(0, 1)[permutation] for x in (obs, actions, log_probs, values, advantages, returns)]
             for minibatch in zip(*(x.split(B // args.num_minibatches) for x in b_tensors)):
@@ -656,10 +651,12 @@ def train(args):
         if not math.isfinite(sum(scalars.values())):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["losses/explained_variance"] = explained_variance(old_values, old_returns).item()
-        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
         for step, episodic_return, episodic_length, seconds in episodes:
-            csv.writer(episodes_file).writerow((step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"))
+            csv.writer(episodes_file, lineterminator="\n").writerow(
+                (step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}")
+            )
             writer.add_scalar("charts/episodic_return", episodic_return, step)
             writer.add_scalar("charts/episodic_length", episodic_length, step)
             recent_returns.append(episodic_return)
@@ -679,7 +676,8 @@ def train(args):
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
         # -------------------------------------------------------------------------------------------- checkpoint
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stop_signals:
+        stopping = bool(stop_signals)  # asked once: a signal that comes later than this waits for the next iteration
+        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopping:
             writer.flush()  # what comes before the checkpoint is on disk, what comes after it is purged on --resume
             save_checkpoint(
                 run_dir,
@@ -697,14 +695,14 @@ def train(args):
             )
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
             evaluate(agent, args.env_id, 1, args.seed, video_dir=run_dir / "videos", name=f"step-{global_step}")
+        if stopping:
+            break
 
-    for number, handler in old_handlers.items():
-        signal.signal(number, handler)
     for resource in (progress, envs, writer, episodes_file):
         resource.close()
     if args.track:
         wandb.finish()
-    if stop_signals:
+    if iteration < num_iterations:
         print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
         raise SystemExit(128 + stop_signals[0])
     mean_return = np.mean(recent_returns) if recent_returns else math.nan
@@ -718,14 +716,22 @@ def main():
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
         env_id, deterministic = checkpoint["args"].env_id, args.eval_deterministic
-        if args.capture_video:
-            check_video(env_id)
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
         returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
-    else:
-        train(parse_args(default=load_checkpoint(args.resume)["args"]) if args.resume else args)
+        return
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once.
+    stop_signals, handled = [], (signal.SIGINT, signal.SIGTERM)
+
+    def request_stop(number, frame):
+        stop_signals.append(number)
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in handled:
+        signal.signal(number, request_stop)
+    train(parse_args(default=load_checkpoint(args.resume)["args"]) if args.resume else args, stop_signals)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,15 @@ class Integers(Target):
         return np.array([2, 3]), 1.0, True, False, {}
 
 
+class Words(Target):
+    """Observations without a fixed size."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
+
+
+gym.register("probe/Words-v0", Words)
 gym.register("probe/Chain-v0", Chain)
 gym.register("probe/Integers-v0", Integers)
 gym.register("probe/AlignedChain-v0", Chain, kwargs={"lengths": (8,)})

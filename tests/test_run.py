@@ -90,6 +90,7 @@ def start(script, runs_dir, **args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # a process group of its own, as a job of a terminal
     )
 
 
@@ -174,16 +175,17 @@ script.main()
     assert script.load_checkpoint(run_dir)["iteration"] == 20
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_saves(script, tmp_path, signal_number):
-    """Ctrl-C and SIGTERM end the run after the iteration, saved, with the shell's code for that signal."""
-    process = start(
-        script.__name__, tmp_path, env_id="probes:" + PROBE_ENV[script.__name__], **LONG | {"checkpoint_interval": 1000}
-    )
+def test_interrupt_saves(script, tmp_path, signal_number, asynchronous):
+    """Ctrl-C, which a terminal sends to the environments' processes too, and SIGTERM end the run after the iteration,
+    saved, with the shell's code for that signal."""
+    args = LONG | {"checkpoint_interval": 1000, "async_envs": asynchronous}
+    process = start(script.__name__, tmp_path, env_id="probes:" + PROBE_ENV[script.__name__], **args)
     wait_for(
         lambda: any(len(rows(path)) > 100 for path in tmp_path.iterdir() if (path / "episodes.csv").exists()), process
     )
-    process.send_signal(signal_number)
+    (os.killpg if signal_number == signal.SIGINT else os.kill)(process.pid, signal_number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal_number, output
     (run_dir,) = tmp_path.iterdir()
@@ -191,6 +193,28 @@ def test_interrupt_saves(script, tmp_path, signal_number):
     saved = script.load_checkpoint(run_dir)
     assert 0 < saved["iteration"] < 150
     assert int(rows(run_dir)[-1][0]) == saved["global_step"]
+
+
+def test_resume_with_another_learning_rate(script, small_args):
+    """What is given again with --resume counts, also where nothing anneals it."""
+    _, run_dir = script.train(small_args(anneal_lr=False))
+    args = script.parse_args(["--learning-rate=1e-5"], default=script.load_checkpoint(run_dir)["args"])
+    args.resume, args.total_timesteps = str(run_dir), 512
+    script.train(args)
+    rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
+    assert rates == pytest.approx([3e-4] * 4 + [1e-5] * 4)
+
+
+def test_resume_of_a_cuda_checkpoint_on_cpu(script, small_args):
+    """The optimizer's settings that belong to a device do not travel with the checkpoint."""
+    _, run_dir = script.train(small_args())
+    checkpoint = torch.load(run_dir / "checkpoint.pt")
+    checkpoint["optimizer"]["param_groups"][0]["capturable"] = True
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    args = script.load_checkpoint(run_dir)["args"]
+    args.resume, args.total_timesteps = str(run_dir), 512
+    script.train(args)
+    assert script.load_checkpoint(run_dir)["iteration"] == 8
 
 
 def test_run_folder(script, small_args):
