@@ -116,12 +116,12 @@ def write_readme():
         rows = [row for row in csv.DictReader(file) if not row["flags"]]
     with open(ROOT / "benchmark" / "published.csv") as file:
         published = {(row["env_id"], row["column"]): row for row in csv.DictReader(file)}
-    lines = ["MuJoCo, one million steps, default settings: mean return of the last 100 training episodes, +- standard"]
+    lines = ["MuJoCo, one million steps, default settings: mean return of the last 100 training episodes, ± standard"]
     lines[0] += " deviation over seeds."
     lines += ["", "| task | this repository | seeds | CleanRL | highest PPO figure found |", "|---|---|---|---|---|"]
     for env_id in dict.fromkeys(row["env_id"] for row in rows):
         values = [float(row["last_100_mean"]) for row in rows if row["env_id"] == env_id]
-        cells = [env_id, f"**{statistics.fmean(values):,.0f}** +- {statistics.pstdev(values):,.0f}", f"{len(values)}"]
+        cells = [env_id, f"**{statistics.fmean(values):,.0f}** ± {statistics.pstdev(values):,.0f}", f"{len(values)}"]
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
             cells.append(f"{float(row['mean_return']):,.0f}{row['mark']}" if row else "")
