@@ -552,7 +552,7 @@ def train(args, stop_signals=()):
             lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
         adam_step(optimizer)
 
-    # Whatever could be refused has been by now: from here on the run exists on disk.
+    # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
     run_dir = Path(args.resume) if args.resume else make_run_dir(args)
     print(f"{run_dir}: {num_iterations} iterations of {N} x {T} steps on {device}", flush=True)
     (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))

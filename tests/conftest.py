@@ -46,6 +46,19 @@ def small_args(script, tmp_path):
     return make
 
 
+@pytest.fixture
+def minibatches(script, monkeypatch):
+    """The arguments of every call of the script's ppo_loss, from now on; eager mode only."""
+    original, calls = script.ppo_loss, []
+
+    def spy(*arguments):
+        calls.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    return calls
+
+
 def golden(name):
     """A case of golden.json: (inputs, expected), lists turned into float64 tensors."""
     case = next(case for case in json.loads((TESTS / "golden.json").read_text())["cases"] if case["id"] == name)
