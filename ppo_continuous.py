@@ -11,6 +11,7 @@
 #     "wandb>=0.22,<1",
 #     "tqdm>=4.66,<5",
 #     "moviepy>=2.1,<3",
+#     "opencv-python-headless>=4.10,<6",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for continuous (Box) actions, in one file.
@@ -36,7 +37,7 @@ Choices, where implementations of PPO differ:
     these two carry most of the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
-Siblings to come: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` will show what changes there.
+Siblings: ppo_discrete.py (Discrete actions, images); to come: ppo_rnn.py (memory). `diff` shows what changes there.
 """
 
 import csv
@@ -75,7 +76,9 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
-    evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; training flags do not count
+    evaluate: str | None = (
+        None  # a run folder: its agent plays, statistics frozen; only --eval-*, --seed, --capture-video count
+    )
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos
@@ -279,7 +282,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):
         """Raw observation(s), flat, (D,) or (N, D) -> action(s) within their bounds, flat, (A,) or (N, A), numpy."""
-        obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.action_low.device))
+        obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         action = self.get_mean_and_log_std(obs)[0] if deterministic else self.get_action_and_value(obs)[0]
         return action.clamp(self.action_low, self.action_high).cpu().numpy()
 
@@ -317,8 +320,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
     """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
 
-    obs (T, N, D); last_obs (N, D) came after the last step; final_obs (K, D) are what the K truncated episodes ended
-    in, in the order of truncations.nonzero()."""
+    obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
+    ended in, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
     next_values[truncations] = agent.get_value(final_obs)
@@ -540,7 +543,7 @@ def train(args, stop_signals=()):
     @compiled
     def compute_gradient(*minibatch):
         loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)
-        return parameters_to_vector(torch.autograd.grad(loss, parameters)), metrics
+        return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
 
     @compiled
     @torch.no_grad()
@@ -692,7 +695,8 @@ def train(args, stop_signals=()):
                 },
             )
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
-            evaluate(agent, args.env_id, 1, args.seed, video_dir=run_dir / "videos", name=f"step-{global_step}")
+            videos, name = run_dir / "videos", f"step-{global_step}"
+            evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, videos, name)
         if stopping:
             break
 
@@ -713,8 +717,11 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        env_id, deterministic = checkpoint["args"].env_id, args.eval_deterministic
-        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
+        args, env_id = parse_args(default=checkpoint["args"]), checkpoint["args"].env_id
+        video_dir, deterministic = (
+            Path(args.evaluate, "videos") if args.capture_video else None,
+            args.eval_deterministic,
+        )
         returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")

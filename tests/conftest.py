@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,8 @@ sys.path[:0] = [str(ROOT), str(TESTS)]
 import probes  # noqa: E402, F401
 
 torch.set_num_threads(1)
-SCRIPTS = ["ppo_continuous"]
-# What makes a run small enough for a test; env_id is a probe that every part of the script can run on.
+SCRIPTS = ["ppo_continuous", "ppo_discrete"]
+# What makes a run small enough for a test.
 SMALL = {
     "total_timesteps": 256,
     "num_envs": 4,
@@ -26,7 +27,13 @@ SMALL = {
     "update_epochs": 2,
     "compile": False,
 }
-PROBE_ENV = {"ppo_continuous": "probe/Target-v0"}
+ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete"}
+REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1"}
+
+
+def probe(script, name="Target"):
+    """The probe environment of that name whose actions the script can take."""
+    return f"{ACTIONS[script.__name__]}/{name}-v0"
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -41,7 +48,7 @@ def small_args(script, tmp_path):
 
     def make(**changes):
         runs_dir = str(tmp_path / "runs")
-        return script.Args(**({"env_id": PROBE_ENV[script.__name__], "runs_dir": runs_dir} | SMALL | changes))
+        return script.Args(**({"env_id": probe(script), "runs_dir": runs_dir} | SMALL | changes))
 
     return make
 
@@ -57,6 +64,14 @@ def minibatches(script, monkeypatch):
 
     monkeypatch.setattr(script, "ppo_loss", spy)
     return calls
+
+
+def make_agent(script, obs_size=3, action_size=3, **args):
+    """An agent for vectors, with actions in [-1, 1], or with 3 dimensions of two choices each."""
+    if ACTIONS[script.__name__] == "box":
+        high = np.ones(action_size, np.float32)
+        return script.Agent(obs_size, -high, high, script.Args(**args))
+    return script.Agent((obs_size,), np.full(action_size, 2), np.zeros(action_size, int), script.Args(**args))
 
 
 def golden(name):
@@ -75,7 +90,7 @@ def golden(name):
 
 
 def run(script, *flags, timeout=300, **environment):
-    """The script as a user starts it, in a process of its own; probe environments are given as probes:probe/NAME."""
+    """The script as a user starts it, in a process of its own; probe environments are given as probes:box/NAME-v0."""
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)],

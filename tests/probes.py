@@ -1,4 +1,5 @@
-"""Small environments with known answers, for the tests. Importing this file registers them."""
+"""Small environments with known answers, for the tests. Importing this file registers them, once with Box actions
+(box/NAME-v0) and once with MultiDiscrete ones (discrete/NAME-v0)."""
 
 import gymnasium as gym
 import numpy as np
@@ -8,13 +9,18 @@ CHAIN_GAMMA = 15 / 16
 CHAIN_VALUES = np.random.default_rng(0).integers(-16, 17, size=16) / 16
 
 
+def two_actions(discrete):
+    """Two dimensions: numbers between -1 and 1, or one of 3 choices and one of 2, which are counted from 1."""
+    return gym.spaces.MultiDiscrete([3, 2], start=[0, 1]) if discrete else gym.spaces.Box(-1, 1, (2,), np.float32)
+
+
 class Chain(gym.Env):
     """State k, observed one-hot, is followed by k + 1. The reward V(k) - gamma V(k + 1), or V(k) at a termination,
     makes CHAIN_VALUES the values V of the states under any policy. Episodes take the lengths `lengths` in turn."""
 
-    def __init__(self, lengths=(3, 5, 2, 7), end="truncated"):
+    def __init__(self, discrete, lengths=(3, 5, 2, 7), end="truncated"):
         self.observation_space = gym.spaces.Box(0, 1, (len(CHAIN_VALUES),), np.float64)
-        self.action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = two_actions(discrete)
         self.lengths, self.end, self.episode = lengths, end, -1
 
     def observe(self):
@@ -39,27 +45,36 @@ class Chain(gym.Env):
 
 
 class Target(gym.Env):
-    """One step per episode: the best action is half the observation, and the return is minus the squared distance."""
+    """One step per episode. Box: the best action is half the observation, and the return is minus the squared distance.
+    MultiDiscrete: the observation is drawn from {-1, 0, 1} x {-1, 1}, which tells the right choice in each dimension,
+    and the return is minus the number of wrong ones."""
 
-    def __init__(self):
+    def __init__(self, discrete):
         self.observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-        self.action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space, self.discrete = two_actions(discrete), discrete
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.target = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        if self.discrete:
+            self.target = np.array([np.round(1.5 * self.target[0]), np.sign(self.target[1])], np.float32)
         return self.target.copy(), {}
 
     def step(self, action):
-        assert self.action_space.contains(action), "an action outside its bounds reached the environment"
-        return self.target.copy(), -float(np.square(action - self.target / 2).sum()), True, False, {}
+        assert self.action_space.contains(action), "an action outside its space reached the environment"
+        if self.discrete:
+            right = [self.target[0] + 1, 1 + (self.target[1] > 0)]
+            cost = (action != right).sum()
+        else:
+            cost = np.square(action - self.target / 2).sum()
+        return self.target.copy(), -float(cost), True, False, {}
 
 
 class Broken(Target):
     """Returns NaN, in the observation or in the reward, at its 300th step."""
 
-    def __init__(self, where="reward"):
-        super().__init__()
+    def __init__(self, discrete, where="reward"):
+        super().__init__(discrete)
         self.where, self.steps = where, 0
 
     def step(self, action):
@@ -75,24 +90,25 @@ class Broken(Target):
 class Shaped(Target):
     """Observations in a dictionary, actions in a matrix."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, discrete):
+        super().__init__(discrete)
         self.observation_space = gym.spaces.Dict(a=self.observation_space, b=gym.spaces.Discrete(3))
-        self.action_space = gym.spaces.Box(-1, 1, (2, 1), np.float32)
+        box = gym.spaces.Box(-1, 1, (2, 1), np.float32)
+        self.action_space = gym.spaces.MultiDiscrete([[2], [3]], start=[[4], [0]]) if discrete else box
 
     def reset(self, *, seed=None, options=None):
         return {"a": super().reset(seed=seed)[0], "b": 1}, {}
 
     def step(self, action):
-        assert action.shape == (2, 1)
+        assert self.action_space.contains(action)
         return {"a": self.target.copy(), "b": 2}, 0.0, False, True, {}
 
 
 class Integers(Target):
     """Observations that are integers."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, discrete):
+        super().__init__(discrete)
         self.observation_space = gym.spaces.MultiDiscrete([5, 5])
 
     def reset(self, *, seed=None, options=None):
@@ -105,16 +121,17 @@ class Integers(Target):
 class Words(Target):
     """Observations without a fixed size."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, discrete):
+        super().__init__(discrete)
         self.observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
 
 
-gym.register("probe/Words-v0", Words)
-gym.register("probe/Chain-v0", Chain)
-gym.register("probe/Integers-v0", Integers)
-gym.register("probe/AlignedChain-v0", Chain, kwargs={"lengths": (8,)})
-gym.register("probe/Target-v0", Target)
-gym.register("probe/NanReward-v0", Broken)
-gym.register("probe/NanObs-v0", Broken, kwargs={"where": "obs"})
-gym.register("probe/Shaped-v0", Shaped)
+for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/Chain-v0", Chain, kwargs={"discrete": discrete})
+    gym.register(f"{name}/AlignedChain-v0", Chain, kwargs={"discrete": discrete, "lengths": (8,)})
+    gym.register(f"{name}/Target-v0", Target, kwargs={"discrete": discrete})
+    gym.register(f"{name}/NanReward-v0", Broken, kwargs={"discrete": discrete})
+    gym.register(f"{name}/NanObs-v0", Broken, kwargs={"discrete": discrete, "where": "obs"})
+    gym.register(f"{name}/Shaped-v0", Shaped, kwargs={"discrete": discrete})
+    gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
+    gym.register(f"{name}/Words-v0", Words, kwargs={"discrete": discrete})

@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import golden
+from conftest import golden, probe
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -108,8 +108,8 @@ CHAIN = {"norm_obs": False, "norm_reward": False, "gamma": CHAIN_GAMMA, "num_env
 def test_zero_advantage_probe(script, small_args, monkeypatch, end, gae_lambda):
     """Episodes end at every position of the rollout, its first and last step included, in four environments that are
     out of step, over eight rollouts: every advantage is zero, in the first epoch and when recomputed."""
-    monkeypatch.setitem(gym.registry["probe/Chain-v0"].kwargs, "end", end)
-    args = small_args(env_id="probe/Chain-v0", gae_lambda=gae_lambda, total_timesteps=8 * 24, **CHAIN)
+    monkeypatch.setitem(gym.registry[probe(script, "Chain")].kwargs, "end", end)
+    args = small_args(env_id=probe(script, "Chain"), gae_lambda=gae_lambda, total_timesteps=8 * 24, **CHAIN)
     advantages = advantages_of_a_run_on_the_chain(script, args, monkeypatch)
     assert advantages.abs().max() < 1e-6
 
@@ -119,7 +119,7 @@ def test_zero_advantage_probe(script, small_args, monkeypatch, end, gae_lambda):
 )
 def test_zero_advantage_probe_sees_mistakes(script, small_args, monkeypatch, mistake):
     """The same probe, run on the two mistakes that it is there for."""
-    monkeypatch.setitem(gym.registry["probe/Chain-v0"].kwargs, "end", "truncated")
+    monkeypatch.setitem(gym.registry[probe(script, "Chain")].kwargs, "end", "truncated")
     gae, estimate = script.compute_gae, script.estimate_advantages
     if mistake == "truncation taken as termination":
         wrong = lambda r, v, nv, term, trunc, *rest: gae(r, v, nv, term | trunc, trunc, *rest)  # noqa: E731
@@ -128,5 +128,5 @@ def test_zero_advantage_probe_sees_mistakes(script, small_args, monkeypatch, mis
         first = torch.eye(len(CHAIN_VALUES))[0]
         wrong = lambda agent, obs, last, final, *rest: estimate(agent, obs, last, first.expand_as(final), *rest)  # noqa: E731
         monkeypatch.setattr(script, "estimate_advantages", wrong)
-    args = small_args(env_id="probe/Chain-v0", total_timesteps=8 * 24, **CHAIN)
+    args = small_args(env_id=probe(script, "Chain"), total_timesteps=8 * 24, **CHAIN)
     assert advantages_of_a_run_on_the_chain(script, args, monkeypatch).abs().max() > 0.1

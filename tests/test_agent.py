@@ -4,24 +4,18 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import golden
-
-
-def continuous_agent(script, obs_size=3, action_size=3, **args):
-    high = np.ones(action_size, np.float32)
-    return script.Agent(obs_size, -high, high, script.Args(**args))
+from conftest import golden, make_agent, probe
 
 
 @pytest.mark.parametrize("case", ["gaussian", "gaussian_log_std_clamp", "gaussian_state_dependent"])
-def test_gaussian(case):
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_gaussian(script, case):
     """log_prob and entropy of given means and log_stds, which the network is made to put out."""
-    import ppo_continuous as script
-
     inputs, expected = golden(case)
     state_dependent = case == "gaussian_state_dependent"
     bounds = {name: inputs.get(name) for name in ("log_std_min", "log_std_max")}
     mean, log_std = inputs["mean"], inputs["log_std"]
-    agent = continuous_agent(
+    agent = make_agent(
         script, action_size=mean.shape[-1], state_dependent_std=state_dependent, log_std_init=0.0, **bounds
     )
     agent.double()
@@ -45,12 +39,11 @@ def test_gaussian(case):
 
 
 @pytest.mark.parametrize("args", [{}, {"state_dependent_std": True}, {"log_std_max": -1.0}, {"log_std_min": 0.3}])
-def test_samples_follow_the_stated_distribution(args):
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_samples_follow_the_stated_distribution(script, args):
     """torch.distributions as the oracle: the samples' mean and deviation, and their log-probability."""
-    import ppo_continuous as script
-
     torch.manual_seed(0)
-    agent = continuous_agent(script, **args)
+    agent = make_agent(script, **args)
     for layer in agent.actor[::2]:
         torch.nn.init.normal_(layer.weight, std=0.5)
     obs = torch.randn(1, 3).expand(200_000, 3)
@@ -66,18 +59,20 @@ def test_samples_follow_the_stated_distribution(args):
     torch.testing.assert_close(action.std(0), log_std[0].exp(), atol=0.0, rtol=0.01)
 
 
-def test_initialisation():
-    """Orthogonal rows: gain sqrt 2 inside, 0.01 for the policy, 1 for the value; zero biases; log_std as asked for."""
-    import ppo_continuous as script
-
-    agent = continuous_agent(script, obs_size=5, action_size=4)
+def test_initialisation(script):
+    """Orthogonal rows: gain sqrt 2 inside, 0.01 for the policy, 1 for the value; zero biases."""
+    agent = make_agent(script, obs_size=5, action_size=4)
     for network, gain in ((agent.actor, 0.01), (agent.critic, 1.0)):
         for layer, std in zip(network[::2], (2**0.5, 2**0.5, gain)):
             weight = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
             torch.testing.assert_close(weight @ weight.T, std**2 * torch.eye(len(weight)), atol=1e-5, rtol=1e-5)
             assert not layer.bias.any()
-    assert (agent.log_std == script.Args().log_std_init).all()
-    wide = continuous_agent(script, state_dependent_std=True, log_std_init=-1.5)
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_initial_log_std(script):
+    assert (make_agent(script).log_std == script.Args().log_std_init).all()
+    wide = make_agent(script, state_dependent_std=True, log_std_init=-1.5)
     torch.testing.assert_close(
         wide.get_mean_and_log_std(torch.randn(2, 3))[1], torch.full((2, 3), -1.5), atol=0.1, rtol=0
     )
@@ -85,7 +80,7 @@ def test_initialisation():
 
 def test_running_statistics(script):
     inputs, expected = golden("rms_gym_sb3")
-    agent = continuous_agent(script, obs_size=2)
+    agent = make_agent(script, obs_size=2)
     for batch, after in zip(inputs["batches"], expected["after_each"]):
         agent.obs_rms.update(batch)
         torch.testing.assert_close(agent.obs_rms.mean, after["mean"], atol=1e-7, rtol=0)
@@ -134,6 +129,7 @@ def test_reward_normalisation_of_sb3(script):
     np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_stored_actions_are_not_clipped(script, small_args, minibatches):
     """The probe refuses an action outside its bounds; what the update sees reaches beyond them."""
     script.train(small_args(log_std_init=0.5))
@@ -151,8 +147,9 @@ def test_statistics_see_every_observation_once(script, small_args):
     assert torch.equal(off.normalize_obs(raw), raw.float())
 
 
-@pytest.mark.parametrize("env_id", ["probe/Shaped-v0", "probe/Integers-v0"])
-def test_other_spaces(script, small_args, env_id):
+@pytest.mark.parametrize("name", ["Shaped", "Integers"])
+def test_other_spaces(script, small_args, name):
     """Dictionaries and integers are flattened into a vector, actions take the shape of their space."""
+    env_id = probe(script, name)
     _, run_dir = script.train(small_args(env_id=env_id))
     assert script.evaluate(script.load_agent(run_dir), env_id, 2, seed=0).shape == (2,)

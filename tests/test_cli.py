@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE_ENV, SMALL, flags_of, run
+from conftest import SCRIPTS, SMALL, flags_of, probe, run
 
 SWITCHES = [
     ("--anneal-lr", True),
@@ -67,8 +67,7 @@ BAD = {
     "not a number of environments": ({"num_envs": "1.2.3"}, None),
     "fraction of an environment": ({"num_envs": 1.5}, None),
     "empty name": ({"env_id": ":"}, "--env-id :"),
-    "no vector to see": ({"env_id": "probes:probe/Words-v0"}, "cannot be flattened"),
-    "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
+    "no vector to see": ({"env_id": "probes:box/Words-v0"}, "cannot be flattened"),
     "indivisible batch": ({"num_minibatches": 7}, "--num-minibatches 7 must divide num_envs * num_steps = 64"),
     "negative size": ({"num_envs": -1}, "--num-envs must be at least 1, not -1"),
     "zero size": ({"num_steps": 0}, "--num-steps must be at least 1, not 0"),
@@ -81,8 +80,19 @@ BAD = {
     "no CUDA": ({"device": "cuda:77"}, "--device cuda:77"),
     "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),
     "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt"),
-    "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
 }
+BAD_FOR = {
+    "ppo_continuous": {
+        "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
+        "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
+    },
+    "ppo_discrete": {
+        "wrong action space": ({"env_id": "Pendulum-v1"}, "Pendulum-v1 has Box actions: use ppo_continuous.py"),
+        "no such game": ({"env_id": "ALE/NoGame-v5"}, "NoGame"),
+        "game of another name": ({"env_id": "PongNoFrameskip-v4"}, "ALE/NAME-v5"),
+    },
+}
+CASES = [(name, case) for name in SCRIPTS for case in [*BAD, *BAD_FOR[name]]]
 
 
 def assert_one_line(finished, message, code=2):
@@ -104,10 +114,10 @@ def call_main(script, flags, monkeypatch, capsys):
     return Finished
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("script, case", CASES, indirect=["script"])
 def test_bad_input(script, case, tmp_path, monkeypatch, capsys):
-    changes, message = BAD[case]
-    flags = flags_of(**{"env_id": PROBE_ENV[script.__name__], "runs_dir": tmp_path / "runs"} | SMALL | changes)
+    changes, message = (BAD | BAD_FOR[script.__name__])[case]
+    flags = flags_of(**{"env_id": probe(script), "runs_dir": tmp_path / "runs"} | SMALL | changes)
     finished = call_main(script, flags, monkeypatch, capsys)
     if message is None:  # tyro's own words, in a box
         assert finished.returncode == 2 and "Traceback" not in finished.stderr
@@ -184,7 +194,7 @@ def test_resume_of_a_finished_run_changes_nothing(script, run_dir, monkeypatch):
 @pytest.mark.parametrize("where", ["Obs", "Reward"])
 def test_environment_that_returns_nan(script, small_args, where, capsys):
     """One line, code 1; the checkpoint of the last good iteration stays, and it can be resumed."""
-    args = small_args(env_id=f"probe/Nan{where}-v0", total_timesteps=64 * 40, checkpoint_interval=1)
+    args = small_args(env_id=probe(script, f"Nan{where}"), total_timesteps=64 * 40, checkpoint_interval=1)
     with pytest.raises(SystemExit) as exit:
         script.train(args)
     error = capsys.readouterr().err
@@ -218,9 +228,7 @@ def test_disk_full(script, small_args, monkeypatch, capsys):
 def test_without_a_compiler(script, tmp_path):
     """No C++ compiler: said once, and the run goes on in eager mode."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/no/such/compiler"}
-    flags = flags_of(
-        env_id="probes:" + PROBE_ENV[script.__name__], runs_dir=tmp_path / "runs", **SMALL | {"compile": True}
-    )
+    flags = flags_of(env_id="probes:" + probe(script), runs_dir=tmp_path / "runs", **SMALL | {"compile": True})
     finished = run(script.__name__, *flags, **cache)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr.count("--compile does not work here") == 1 and "Traceback" not in finished.stderr
@@ -237,9 +245,12 @@ def test_wandb(script, small_args, tmp_path, monkeypatch):
         assert key in content
 
 
+DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Freeway-v5"}  # what draws without a display
+
+
 def test_video(script, tmp_path):
     """--capture-video in training and in evaluation, on a simulator that can draw."""
-    flags = flags_of(env_id="InvertedPendulum-v4", runs_dir=tmp_path, **SMALL | {"total_timesteps": 128})
+    flags = flags_of(env_id=DRAWN[script.__name__], runs_dir=tmp_path, **SMALL | {"total_timesteps": 128})
     finished = run(script.__name__, "--capture-video", *flags, MUJOCO_GL="egl")
     assert finished.returncode == 0, finished.stderr
     (run_dir,) = tmp_path.iterdir()
@@ -251,7 +262,7 @@ def test_video(script, tmp_path):
 
 
 def test_video_of_what_cannot_be_drawn(script, small_args, tmp_path, monkeypatch, capsys):
-    flags = flags_of(env_id=PROBE_ENV[script.__name__], runs_dir=tmp_path / "none", capture_video=True, **SMALL)
+    flags = flags_of(env_id=probe(script), runs_dir=tmp_path / "none", capture_video=True, **SMALL)
     assert_one_line(call_main(script, flags, monkeypatch, capsys), "--capture-video")
     assert not (tmp_path / "none").exists()
     _, run_dir = script.train(small_args())

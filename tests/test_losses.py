@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import golden, scalars
+from conftest import ACTIONS, golden, make_agent, scalars
 
 EXACT = {"atol": 1e-9, "rtol": 0}
 
@@ -40,7 +40,7 @@ class Policy:
     def __init__(self, log_probs, entropy, values):
         self.outputs = log_probs, entropy, values
 
-    def get_action_and_value(self, obs, action):
+    def get_action_and_value(self, obs, action, *masks):
         return action, *self.outputs
 
 
@@ -49,7 +49,8 @@ def loss_and_metrics(script, inputs, scale=1.0, **args):
     new_log_probs = inputs.get("new_logprob", zeros)
     policy = Policy(new_log_probs, inputs.get("entropy", zeros), inputs.get("new_values", zeros))
     minibatch = [inputs.get(key, zeros) for key in ("old_logprob", "old_values", "advantages", "returns")]
-    return script.ppo_loss(policy, script.Args(**args), scale, None, None, *minibatch)
+    masks = [None] * (ACTIONS[script.__name__] == "discrete")
+    return script.ppo_loss(policy, script.Args(**args), scale, None, None, *minibatch, *masks)
 
 
 def test_metrics(script):
@@ -114,17 +115,20 @@ def test_adaptive_learning_rate(script):
         torch.testing.assert_close(lr, wanted, atol=1e-15, rtol=1e-12)
 
 
-def test_gradient_and_metrics_of_sb3():
+class TwoChoices(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 2])
+
+
+def test_gradient_and_metrics_of_sb3(script):
     """One update of stable_baselines3.PPO from the same weights and the same rollout: its gradient and what it logs."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.logger import Logger
 
-    import ppo_continuous as script
-
-    T, N, D, A = 16, 4, 2, 2
+    T, N, D = 16, 4, 2
+    discrete = ACTIONS[script.__name__] == "discrete"
     sb3 = PPO(
         "MlpPolicy",
-        gym.make("probe/Target-v0"),
+        TwoChoices() if discrete else gym.make("box/Target-v0"),
         n_steps=T * N,
         batch_size=T * N,
         n_epochs=1,
@@ -133,16 +137,17 @@ def test_gradient_and_metrics_of_sb3():
         device="cpu",
     )
     sb3.set_logger(Logger(None, []))
-    args = script.Args(norm_adv=True, vf_coef=1.0, ent_coef=0.01, log_std_init=0.0)  # 1.0 * 0.5 * MSE == 0.5 * MSE
-    agent = script.Agent(D, -np.ones(A, np.float32), np.ones(A, np.float32), args)
+    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01)  # 1.0 * 0.5 * MSE == 0.5 * MSE
     networks = [(sb3.policy.mlp_extractor.policy_net, agent.actor[:4]), (sb3.policy.action_net, agent.actor[4])]
     networks += [(sb3.policy.mlp_extractor.value_net, agent.critic[:4]), (sb3.policy.value_net, agent.critic[4])]
     for theirs, ours in networks:
         ours.load_state_dict(theirs.state_dict())
-    agent.log_std.data.copy_(sb3.policy.log_std.data)
+    if not discrete:
+        agent.log_std.data.copy_(sb3.policy.log_std.data)
 
     torch.manual_seed(0)
-    obs, actions = torch.randn(T * N, D), torch.randn(T * N, A)
+    obs = torch.randn(T * N, D)
+    actions = torch.randint(2, (T * N, 2)) if discrete else torch.randn(T * N, 2)
     log_probs = sb3.policy.evaluate_actions(obs, actions)[1].detach() + 0.3 * torch.randn(T * N)
     values, advantages = torch.randn(2, T * N)
     returns = advantages + values
@@ -157,13 +162,15 @@ def test_gradient_and_metrics_of_sb3():
         setattr(buffer, name, tensor.unsqueeze(1).numpy())
     buffer.full, buffer.generator_ready = True, False
 
-    loss, metrics = script.ppo_loss(agent, args, 1.0, obs, actions, log_probs, values, advantages, returns)
+    minibatch = obs, actions, log_probs, values, advantages, returns, *[None] * discrete
+    loss, metrics = script.ppo_loss(agent, agent.args, 1.0, *minibatch)
     loss.backward()
     sb3.train()
     for theirs, ours in networks:
         for their_parameter, our_parameter in zip(theirs.parameters(), ours.parameters()):
             torch.testing.assert_close(our_parameter.grad, their_parameter.grad, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(agent.log_std.grad, sb3.policy.log_std.grad, atol=1e-6, rtol=1e-4)
+    if not discrete:
+        torch.testing.assert_close(agent.log_std.grad, sb3.policy.log_std.grad, atol=1e-6, rtol=1e-4)
     logged = sb3.logger.name_to_value
     assert metrics["policy_loss"].item() == pytest.approx(logged["train/policy_gradient_loss"], abs=1e-6)
     assert metrics["value_loss"].item() == pytest.approx(0.5 * logged["train/value_loss"], rel=1e-5)
@@ -178,8 +185,9 @@ def test_ratio_is_one_in_the_first_minibatch(script, small_args, monkeypatch):
     original, ratios = script.ppo_loss, []
 
     def spy(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest):
+        masks = rest[3:]  # behind values, advantages and returns, where the script has them
         with torch.no_grad():
-            ratios.append((agent.get_action_and_value(mb_obs, mb_actions)[1] - mb_log_probs).exp())
+            ratios.append((agent.get_action_and_value(mb_obs, mb_actions, *masks)[1] - mb_log_probs).exp())
         return original(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest)
 
     monkeypatch.setattr(script, "ppo_loss", spy)
@@ -219,11 +227,10 @@ def test_compiled_equals_eager(script, small_args, flags):
                 np.array(compiled[2][key]), np.array(eager[2][key]), atol=1e-4, rtol=1e-3, err_msg=key
             )
     torch.manual_seed(1)
-    space = gym.make(small_args().env_id).action_space
-    fresh = script.Agent(2, space.low, space.high, small_args(**flags)).state_dict()
+    fresh = make_agent(script, obs_size=2, action_size=2, **flags).state_dict()
     assert fresh.keys() == eager[0].keys()
     for name, tensor in fresh.items():
-        if name not in ("action_low", "action_high"):
+        if not name.startswith("action_"):
             assert not torch.equal(tensor, compiled[0][name]), f"{name} did not change"
 
 

@@ -1,0 +1,541 @@
+"""What only ppo_discrete.py has: categorical policies, action masks, images, Atari games."""
+
+import json
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, TESTS, golden
+from torch import nn
+
+import ppo_discrete as script
+
+
+@pytest.fixture
+def args(tmp_path):
+    return lambda **changes: script.Args(**{"runs_dir": str(tmp_path)} | SMALL | changes)
+
+
+def policy(sizes):
+    """An agent whose observations are its logits."""
+    agent = script.Agent((int(sum(sizes)),), np.array(sizes), np.zeros_like(sizes), script.Args())
+    agent.actor, agent.critic = nn.Identity(), nn.Linear(int(sum(sizes)), 1)
+    return agent
+
+
+# ---------------------------------------------------------------------------------------------------- distribution
+
+
+@pytest.mark.parametrize("case", ["categorical", "categorical_masked", "multidiscrete_masked"])
+def test_golden(case):
+    inputs, expected = golden(case)
+    action = inputs["action"].long().reshape(len(inputs["logits"]), -1)
+    agent = policy([int(n) for n in inputs.get("nvec", [inputs["logits"].shape[-1]])]).double()
+    mask = inputs["mask"].bool() if "mask" in inputs else None
+    _, log_prob, entropy, _ = agent.get_action_and_value(inputs["logits"], action, mask)
+    torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(entropy, expected["entropy"], atol=1e-9, rtol=0)
+    log_probs, _ = agent.get_log_probs_and_value(inputs["logits"], mask)
+    for name, found in zip(["probs"] if "probs" in expected else ["probs_dim0", "probs_dim1"], log_probs):
+        torch.testing.assert_close(found.exp(), expected[name], atol=1e-9, rtol=0)
+        if mask is not None:
+            assert ((found.exp() == 0) == (expected[name] == 0)).all()  # exactly
+
+
+def test_masked_choices_have_no_gradient():
+    """Neither through the log-probability nor through the entropy; and nothing is NaN."""
+    logits = torch.randn(5, 6, requires_grad=True)
+    mask = torch.tensor([1, 0, 0, 1, 0, 1]).bool().expand(5, 6)
+    action = torch.tensor([[0, 1, 1]]).expand(5, 3)
+    _, log_prob, entropy, _ = policy([2, 2, 2]).get_action_and_value(logits, action, mask)
+    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), logits)
+    assert (gradient == 0).all()  # one choice is left in each dimension
+    mask = torch.tensor([1, 1, 0, 1, 1, 1]).bool().expand(5, 6)
+    _, log_prob, entropy, _ = policy([3, 3]).get_action_and_value(logits, action[:, :2], mask)
+    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), logits)
+    assert gradient.isfinite().all() and ((gradient == 0) == ~mask).all()
+
+
+def test_samples_are_never_forbidden():
+    """1e5 samples under random masks, also of logits that want nothing but what is forbidden."""
+    torch.manual_seed(0)
+    sizes, agent = [4, 2, 5], policy([4, 2, 5])
+    mask = torch.rand(100_000, 11) < 0.5
+    mask[:, [0, 4, 6]] |= ~torch.stack([part.any(-1) for part in mask.split(sizes, -1)], -1)
+    logits = torch.where(torch.rand(100_000, 1) < 0.5, 50.0 * ~mask, 3 * torch.randn(100_000, 11))
+    action, log_prob, _, _ = agent.get_action_and_value(logits, action_mask=mask)
+    for part, choice in zip(mask.split(sizes, -1), action.unbind(-1)):
+        assert part.gather(-1, choice.unsqueeze(-1)).all()
+    assert log_prob.isfinite().all()
+    best = agent.predict(logits, action_mask=mask)
+    for part, choice in zip(mask.split(sizes, -1), torch.tensor(best).unbind(-1)):
+        assert part.gather(-1, choice.unsqueeze(-1)).all()
+
+
+def test_sampled_frequencies():
+    """Each dimension has a softmax of its own: the golden case of rl4burn's error, and random logits with a mask,
+    against torch.distributions. 200,000 samples: the standard deviation of a frequency is below 0.0012."""
+    torch.manual_seed(0)
+    inputs, expected = golden("rl4burn_multidiscrete_sampling_bug")
+    logits = inputs["logits"].float().expand(200_000, 5)
+    action = policy([2, 3]).get_action_and_value(logits)[0]
+    for k, size in enumerate((2, 3)):
+        frequencies = action[:, k].bincount(minlength=size) / len(action)
+        torch.testing.assert_close(frequencies.double(), expected[f"correct_dim{k}"], atol=0.006, rtol=0)
+    logits, mask = torch.randn(9), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1]).bool()
+    action, log_prob, entropy, _ = policy([4, 5]).get_action_and_value(
+        logits.expand(200_000, 9), action_mask=mask.expand(200_000, 9)
+    )
+    oracles = [
+        torch.distributions.Categorical(logits=part.masked_fill(~allowed, -torch.inf))
+        for part, allowed in zip(logits.split([4, 5]), mask.split([4, 5]))
+    ]
+    for k, oracle in enumerate(oracles):
+        frequencies = action[:, k].bincount(minlength=len(oracle.probs)) / len(action)
+        torch.testing.assert_close(frequencies, oracle.probs, atol=0.006, rtol=0)
+    torch.testing.assert_close(log_prob, sum(oracle.log_prob(action[:, k]) for k, oracle in enumerate(oracles)))
+    probabilities = [oracle.probs[oracle.probs > 0] for oracle in oracles]
+    torch.testing.assert_close(entropy[0], -sum((p * p.log()).sum() for p in probabilities))
+
+
+# ---------------------------------------------------------------------------------------------------- masks
+
+
+class Masked(gym.Env):
+    """Every state allows other choices, the first of an episode too, and the one that was truncated has none left;
+    refuses a forbidden choice. The return is the number of steps in which the highest allowed choices were taken."""
+
+    def __init__(self, form="flat"):
+        self.observation_space = gym.spaces.Box(0, 1, (5,), np.float32)
+        self.action_space, self.form = gym.spaces.MultiDiscrete([3, 2]), form
+
+    def observe(self):
+        self.masks = [self.np_random.integers(0, 2, size, dtype=np.int8) for size in (3, 2)]
+        for mask in self.masks:
+            mask[self.np_random.integers(len(mask))] = 1
+        flat = np.concatenate(self.masks)
+        form = {"flat": flat, "tuple": tuple(self.masks), "list": flat.tolist(), "short": flat[:-1], "none": flat * 0}
+        return flat.astype(np.float32), {"action_mask": form[self.form]}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe()
+
+    def step(self, action):
+        assert all(mask[choice] for mask, choice in zip(self.masks, action)), "a forbidden choice"
+        reward = float(all(not mask[choice + 1 :].any() for mask, choice in zip(self.masks, action)))
+        self.steps += 1
+        obs, infos = self.observe()
+        ended = self.steps == 5
+        if ended:
+            infos["action_mask"] = np.zeros(5, np.int8)
+        return obs, reward, False, ended, infos
+
+
+gym.register("masks/Masked-v0", Masked)
+
+
+@pytest.mark.parametrize("form", ["flat", "tuple", "list"])
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_masks_reach_the_environment(args, monkeypatch, form, async_envs):
+    """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
+    monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
+    agent, _ = script.train(args(env_id="masks/Masked-v0", async_envs=async_envs))
+    monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", "flat" if form == "list" else form)
+    for deterministic in (True, False):
+        script.evaluate(agent, "masks/Masked-v0", 5, 0, deterministic)
+
+
+def test_without_masks_the_environment_is_not_obeyed(args):
+    with pytest.raises(AssertionError, match="a forbidden choice"):
+        script.train(args(env_id="masks/Masked-v0", mask_actions=False))
+
+
+def test_update_sees_the_masks_of_acting(args, monkeypatch):
+    """In the first minibatch every ratio is 1, with masks that differ from state to state; and the masks it has are
+    those that the observations, which show them, had."""
+    original, minibatches = script.ppo_loss, []
+
+    def spy(*minibatch):
+        loss, metrics = original(*minibatch)
+        minibatches.append((minibatch, metrics))
+        return loss, metrics
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    script.train(args(env_id="masks/Masked-v0", norm_obs=False))
+    for (_, _, _, mb_obs, *_, mb_masks), _ in minibatches:
+        assert mb_masks.any() and torch.equal(mb_masks, mb_obs.bool())
+    assert minibatches[0][1]["approx_kl"] <= 1e-6 and len(minibatches) == 32
+
+
+def test_learns_under_masks(args):
+    """The optimum is known: the highest allowed choices in all five steps."""
+    settings = {"num_envs": 16, "num_steps": 32, "update_epochs": 10, "learning_rate": 3e-3, "total_timesteps": 16_000}
+    agent, _ = script.train(args(env_id="masks/Masked-v0", **settings))
+    assert script.evaluate(agent, "masks/Masked-v0", 50, 0).mean() > 4.9
+
+
+@pytest.mark.parametrize("form, message", [("short", "has 4 entries, the actions need 5"), ("none", "forbids every")])
+def test_impossible_masks(args, monkeypatch, capsys, form, message):
+    monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
+    with pytest.raises(SystemExit) as exit:
+        script.train(args(env_id="masks/Masked-v0"))
+    assert exit.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_masks_of_some_environments_only():
+    infos = {"action_mask": np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]]), "_action_mask": np.array([True, False, True])}
+    masks = script.read_action_masks(infos, 3, [3])
+    assert masks.tolist() == [[True, False, True], [True] * 3, [False, True, False]]
+    assert script.read_action_masks({}, 2, [2, 3]).all()
+
+
+def test_discrete_that_does_not_start_at_zero(args):
+    """The environment sees 5, 6, 7; a single action is a plain number, as env.step wants it."""
+
+    class Start(gym.Env):
+        observation_space, action_space = gym.spaces.Discrete(4), gym.spaces.Discrete(3, start=5)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return 0, {}
+
+        def step(self, action):
+            assert action in (5, 6, 7)
+            return 1, float(action == 7), True, False, {}
+
+    if "discrete/Start-v0" not in gym.registry:
+        gym.register("discrete/Start-v0", Start)
+    agent, run_dir = script.train(args(env_id="discrete/Start-v0", total_timesteps=4096, learning_rate=3e-3))
+    obs = np.eye(4)[[0, 0]]
+    for actor in (agent, script.load_agent(run_dir)):
+        assert actor.predict(obs).tolist() == [7, 7] and {actor.predict(obs[0]): "can be a key"}[7]
+
+
+# ---------------------------------------------------------------------------------------------------- images
+
+
+class Images(gym.Env):
+    """A picture that is bright on the side that has to be chosen."""
+
+    def __init__(self, shape=(40, 48, 3)):
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.side = int(self.np_random.integers(2))
+        image = np.zeros(self.observation_space.shape, np.uint8)
+        bright = slice(24 * self.side, 24 * self.side + 24)
+        image[(..., bright) if image.shape[0] == 3 else (slice(None), bright)] = 255
+        return image, {}
+
+    def step(self, action):
+        image = np.full(self.observation_space.shape, 7, np.uint8)
+        return image, float(action == self.side), False, True, {}
+
+
+gym.register("images/Last-v0", Images)
+gym.register("images/First-v0", Images, kwargs={"shape": (3, 40, 48)})
+gym.register("images/Small-v0", Images, kwargs={"shape": (7, 48, 3)})
+
+
+@pytest.mark.parametrize("name", ["Last", "First"])
+def test_images(args, monkeypatch, name):
+    """Channels first or last: stored as bytes, learned, saved, loaded, evaluated. The final observations that the
+    critic sees are those that the environment ended in."""
+    original, seen = script.estimate_advantages, []
+
+    def spy(agent, obs, last_obs, final_obs, *rest):
+        seen.append((obs, final_obs))
+        return original(agent, obs, last_obs, final_obs, *rest)
+
+    monkeypatch.setattr(script, "estimate_advantages", spy)
+    agent, run_dir = script.train(args(env_id=f"images/{name}-v0", total_timesteps=1024, update_epochs=4))
+    obs, final_obs = seen[0]
+    assert obs.dtype == final_obs.dtype == torch.uint8 and (final_obs == 7).all() and len(final_obs) == 64
+    assert script.evaluate(script.load_agent(run_dir), f"images/{name}-v0", 20, 0).mean() == 1
+    assert agent.obs_rms.count.item() == pytest.approx(1e-4)
+
+
+def test_channel_order_does_not_matter():
+    """The same weights on the same picture, its channels first or last."""
+    first, last = script.NatureCNN((3, 40, 48)), script.NatureCNN((40, 48, 3))
+    last.load_state_dict(first.state_dict())
+    image = torch.randint(0, 256, (2, 5, 3, 40, 48), dtype=torch.uint8)
+    features = first(image)
+    assert features.shape == (2, 5, 512)
+    torch.testing.assert_close(features, last(image.movedim(-3, -1)))
+    torch.testing.assert_close(features[0, 0], first(image[0, 0]), atol=1e-5, rtol=1e-4)
+
+
+def test_network_of_mnih_et_al():
+    """84 x 84 x 4 -> 32 of 8 x 8 / 4 -> 64 of 4 x 4 / 2 -> 64 of 3 x 3 -> 512; pixels from 0 to 1."""
+    network = script.NatureCNN((4, 84, 84))
+    shapes = [tuple(layer.weight.shape) for layer in network.layers if hasattr(layer, "weight")]
+    assert shapes == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)]
+    seen = []
+    network.layers.register_forward_pre_hook(lambda layers, inputs: seen.append(inputs[0]))
+    network(torch.full((1, 4, 84, 84), 255, dtype=torch.uint8))
+    assert (seen[0] == 1).all()
+
+
+def test_what_is_no_image_is_flattened(args):
+    """7 x 48 pixels are too few for the network: a vector of 1,008 numbers."""
+    agent, _ = script.train(args(env_id="images/Small-v0", total_timesteps=64))
+    assert not agent.sees_images and agent.obs_rms.mean.shape == (7 * 48 * 3,)
+    assert agent.obs_rms.count.item() == pytest.approx(64, abs=1e-3)
+
+
+def test_images_through_the_wrappers_of_gymnasium(args):
+    """An environment registered with wrappers, as README shows it: grey, 84 x 84, the last four frames."""
+    wrappers = (
+        gym.wrappers.GrayscaleObservation.wrapper_spec(),
+        gym.wrappers.ResizeObservation.wrapper_spec(shape=(84, 84)),
+        gym.wrappers.FrameStackObservation.wrapper_spec(stack_size=4),
+    )
+    if "images/Wrapped-v0" not in gym.registry:
+        gym.register("images/Wrapped-v0", Images, kwargs={"shape": (120, 100, 3)}, additional_wrappers=wrappers)
+    agent, _ = script.train(args(env_id="images/Wrapped-v0", total_timesteps=64))
+    assert agent.sees_images and agent.obs_rms.mean.shape == (4, 84, 84)
+    assert script.evaluate(agent, "images/Wrapped-v0", 2, 0).shape == (2,)
+
+
+# ---------------------------------------------------------------------------------------------------- Atari
+
+
+def test_settings_of_atari_games():
+    """An ALE id brings its defaults along, in whatever form it is given; each can be given again; others stay."""
+    default = script.Args(**script.ATARI)
+    for line in ("--env-id ALE/Pong-v5", "--env_id=ALE/Pong-v5"):
+        args = script.parse_args(line.split())
+        assert vars(args) == vars(default) | {"env_id": "ALE/Pong-v5"}
+    line = "--clip-coef=0.3 --env_id=ALE/Pong-v5 --clip_reward=False --num-envs 1e1 --seed 3"
+    args = script.parse_args(line.split())
+    given = {"clip_coef": 0.3, "env_id": "ALE/Pong-v5", "clip_reward": False, "num_envs": 10, "seed": 3}
+    assert vars(args) == vars(default) | given
+    assert script.parse_args([]) == script.Args()
+    resumed = script.Args(env_id="ALE/Pong-v5", clip_coef=0.4)
+    assert script.parse_args(["--seed=4"], default=resumed).clip_coef == 0.4
+
+
+class Pixels(nn.Module):
+    """A network for tests that need many steps of a game and no skill: some pixels, 512 of them."""
+
+    def __init__(self, shape):
+        super().__init__()
+
+    def forward(self, images):
+        return images[..., ::7, ::7].flatten(-3)[..., :512] / 255.0
+
+
+@pytest.fixture
+def game(args, monkeypatch):
+    """Trains on a game with the cheap network; returns all that went into and came out of its vector environment."""
+    original_step, original_reset, steps, seeds = ale_py.AtariVectorEnv.step, ale_py.AtariVectorEnv.reset, [], []
+
+    def step(self, actions):
+        result = original_step(self, actions)
+        steps.append((actions, *result))
+        return result
+
+    def reset(self, *, seed=None, options=None):
+        seeds.append(seed)
+        return original_reset(self, seed=seed, options=options)
+
+    monkeypatch.setattr(ale_py.AtariVectorEnv, "step", step)
+    monkeypatch.setattr(ale_py.AtariVectorEnv, "reset", reset)
+    monkeypatch.setattr(script, "NatureCNN", Pixels)
+
+    def play(name, **changes):
+        atari = script.ATARI | {"env_id": f"ALE/{name}-v5", "num_envs": 4, "num_steps": 50, "update_epochs": 1}
+        _, run_dir = script.train(args(**atari | {"num_minibatches": 1, "eval_deterministic": True} | changes))
+        return run_dir, steps, seeds[0]
+
+    return play
+
+
+def episodes_of(run_dir):
+    lines = (run_dir / "episodes.csv").read_text().splitlines()[1:]
+    return [(int(step), float(score), int(length)) for step, score, length, _ in (line.split(",") for line in lines)]
+
+
+@pytest.mark.parametrize("name", ["Breakout", "Seaquest", "Pong"])
+def test_scores_are_those_of_whole_games(game, name):
+    """The same actions in a second vector of the same games, which knows nothing of lost lives: its own `terminated`
+    and its rewards give the same rows. Breakout and Seaquest have lives, Pong has none and negative rewards."""
+    run_dir, steps, seeds = game(name, total_timesteps=4 * 1100)
+    again = ale_py.AtariVectorEnv(
+        {"Breakout": "breakout", "Seaquest": "seaquest", "Pong": "pong"}[name],
+        4,
+        repeat_action_probability=0.0,
+        reward_clipping=False,
+        autoreset_mode="SameStep",
+    )
+    again.reset(seed=seeds)
+    expected, scores, lengths = [], np.zeros(4), np.zeros(4, int)
+    for i, (actions, *_) in enumerate(list(steps)):
+        _, reward, terminated, truncated, _ = again.ale.send(actions, np.ones(4, np.float32)) or again.ale.recv()
+        scores, lengths = scores + reward, lengths + 1
+        for n in np.flatnonzero(terminated | truncated):
+            expected.append(((i + 1) * 4, scores[n], lengths[n]))
+            scores[n] = lengths[n] = 0
+    assert len(expected) >= 3 and episodes_of(run_dir) == expected
+    lives_lost = sum(step[3].sum() for step in steps)
+    assert (lives_lost > 2 * len(expected)) == (name != "Pong")
+
+
+def test_learner_sees_signs_and_lost_lives(game, monkeypatch):
+    """What reaches the advantages: the sign of each reward, and every lost life as a termination."""
+    original, seen = script.compute_gae, []
+
+    def spy(rewards, values, next_values, terminations, *rest):
+        seen.append((rewards.clone(), terminations.clone()))
+        return original(rewards, values, next_values, terminations, *rest)
+
+    monkeypatch.setattr(script, "compute_gae", spy)
+    _, steps, _ = game("Seaquest", total_timesteps=4 * 500)
+    rewards = np.concatenate([rewards for rewards, _ in seen])
+    raw = np.stack([step[2] for step in steps])
+    assert raw.max() > 1 and np.array_equal(rewards, np.sign(raw))
+    assert np.array_equal(np.concatenate([ends for _, ends in seen]), np.stack([step[3] for step in steps]))
+
+
+def test_garbage_final_observations_are_not_read(game, monkeypatch):
+    """ale-py fills only the rows of infos["final_obs"] whose game was truncated. With games cut after 400 frames and
+    every other row poisoned, the critic gets exactly the truncated ones."""
+    make_vec, step, truncated_rows = gym.make_vec, ale_py.AtariVectorEnv.step, []
+
+    def poisoned(self, actions):
+        obs, reward, terminated, truncated, infos = step(self, actions)
+        if "final_obs" in infos:
+            infos["final_obs"] = infos["final_obs"].copy()
+            infos["final_obs"][~truncated] = 213
+            truncated_rows.extend(infos["final_obs"][truncated])
+        return obs, reward, terminated, truncated, infos
+
+    original, seen = script.estimate_advantages, []
+
+    def spy(agent, obs, last_obs, final_obs, *rest):
+        seen.extend(final_obs.numpy())
+        return original(agent, obs, last_obs, final_obs, *rest)
+
+    monkeypatch.setattr(ale_py.AtariVectorEnv, "step", poisoned)
+    monkeypatch.setattr(gym, "make_vec", lambda *a, **k: make_vec(*a, max_num_frames_per_episode=400, **k))
+    monkeypatch.setattr(script, "estimate_advantages", spy)
+    _, steps, _ = game("Breakout", total_timesteps=4 * 300)
+    lost_lives = sum(step[3].sum() for step in steps)
+    assert lost_lives > 10 and len(truncated_rows) >= 8
+    assert np.array_equal(seen, truncated_rows) and not (np.stack(seen) == 213).all((1, 2, 3)).any()
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_protocol_of_the_games(game, sticky, monkeypatch):
+    """What ale-py is asked for, and that --sticky-actions reaches the games of training and evaluation."""
+    make_vec, make, asked = gym.make_vec, gym.make, []
+    monkeypatch.setattr(gym, "make_vec", lambda *a, **k: (asked.append(k), make_vec(*a, **k))[1])
+    monkeypatch.setattr(gym, "make", lambda *a, **k: (asked.append(k), make(*a, **k))[1])
+    run_dir, _, _ = game("Freeway", total_timesteps=400, sticky_actions=sticky)
+    env = script.make_evaluation_env("ALE/Freeway-v5", False, script.load_agent(run_dir).args.sticky_actions)
+    assert env.observation_space.shape == (4, 84, 84)
+    training, evaluation = asked
+    assert training["repeat_action_probability"] == evaluation["repeat_action_probability"] == 0.25 * sticky
+    assert (training["reward_clipping"], training["episodic_life"], training["life_loss_info"]) == (False, False, True)
+    assert evaluation["frameskip"] == 1  # AtariPreprocessing skips
+
+
+def test_evaluation_sees_what_training_saw():
+    """gymnasium's preprocessing of one game, frame by frame, against ale-py's of a vector: the same pictures."""
+    env = script.make_evaluation_env("ALE/Pong-v5", False, False)
+    envs = script.make_envs(script.Args(**script.ATARI | {"env_id": "ALE/Pong-v5", "num_envs": 1}))
+    # The no-ops at the start are random: look for a start with the same number of them.
+    obs, infos = envs.reset(seed=np.array([1]))
+    for seed in range(1000):
+        one, info = env.reset(seed=seed)
+        if info["episode_frame_number"] == infos["episode_frame_number"][0]:
+            break
+    rng = np.random.default_rng(0)
+    for i in range(200):
+        action = rng.integers(6)
+        one, reward, *_ = env.step(action)
+        obs, rewards, *_ = envs.step(np.array([action]))
+        assert reward == rewards[0]
+        if i >= 4:  # the first frames of the stack are filled in different ways
+            assert np.array_equal(one, obs[0])
+    envs.close()
+
+
+# ---------------------------------------------------------------------------------------------------- CleanRL
+
+
+def test_first_iteration_of_cleanrl(args, monkeypatch):
+    """From the same weights, on the same rollout, in the same order of samples: the losses of all 16 minibatches and
+    the weights after them are those that CleanRL's ppo.py computed."""
+    expected = json.loads((TESTS / "cleanrl.json").read_text())
+    T, N, rng = 32, 4, np.random.RandomState(0)
+    obs, actions = rng.normal(size=(T + 1, N, 4)).astype(np.float32), rng.randint(0, 2, (T, N))
+    rewards, terminations = rng.normal(size=(T, N)).astype(np.float32), rng.rand(T, N) < 0.1
+    weights = {}
+    for name, shape in zip(
+        ("critic.0", "critic.2", "critic.4", "actor.0", "actor.2", "actor.4"),
+        ((64, 4), (64, 64), (1, 64), (64, 4), (64, 64), (2, 64)),
+    ):
+        weights[f"{name}.weight"] = torch.tensor(rng.normal(size=shape).astype(np.float32) / shape[1] ** 0.5)
+        weights[f"{name}.bias"] = torch.tensor(rng.normal(size=shape[0]).astype(np.float32) * 0.1)
+
+    class Replay:
+        single_observation_space, single_action_space = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
+        action_space = gym.spaces.MultiDiscrete([2] * N)
+
+        def reset(self, seed=None):
+            self.t = 0
+            return obs[0], {}
+
+        def step(self, given):
+            assert (given == actions[self.t]).all()
+            self.t += 1
+            return obs[self.t], rewards[self.t - 1], terminations[self.t - 1], np.zeros(N, bool), {}
+
+        def close(self):
+            pass
+
+    class SameWeights(script.Agent):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            assert not self.load_state_dict(weights, strict=False).unexpected_keys
+            self.acted = 0
+
+        def get_action_and_value(self, obs, action=None, action_mask=None):
+            if action is None:
+                action = torch.tensor(actions[self.acted]).unsqueeze(-1)
+                self.acted += 1
+            return super().get_action_and_value(obs, action, action_mask)
+
+    order, shuffle = np.arange(T * N), np.random.RandomState(1)
+
+    def next_order(size):
+        shuffle.shuffle(order)
+        return torch.tensor(order)
+
+    original, found = script.ppo_loss, []
+
+    def spy(*minibatch):
+        loss, metrics = original(*minibatch)
+        found.append({name: value.item() for name, value in metrics.items()})
+        return loss, metrics
+
+    monkeypatch.setattr(script, "make_envs", lambda args: Replay())
+    monkeypatch.setattr(script, "Agent", SameWeights)
+    monkeypatch.setattr(torch, "randperm", next_order)
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    cleanrl = script.parse_args(["--clip-vloss", "--no-norm-obs", "--no-norm-reward", "--no-recompute-advantages"])
+    cleanrl.num_envs, cleanrl.num_steps, cleanrl.total_timesteps = N, T, T * N
+    agent, _ = script.train(args(**vars(cleanrl) | {"runs_dir": args().runs_dir, "compile": False}))
+    assert len(found) == len(expected["minibatches"]) == 16
+    for ours, theirs in zip(found, expected["minibatches"]):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    for name in ("actor.4.weight", "critic.4.weight"):
+        torch.testing.assert_close(agent.state_dict()[name], torch.tensor(expected[name]), atol=1e-6, rtol=0)

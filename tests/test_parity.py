@@ -1,0 +1,54 @@
+"""What the scripts share is the same text in each of them. `python tests/test_parity.py` copies it from the canonical
+script, the first one, into the others."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CANONICAL, *OTHERS = "ppo_continuous", "ppo_discrete"
+# What is about actions, observations or the command line of one script. All else that has one name has one text.
+OWN = {"Args", "Agent", "check_args", "evaluate", "load_checkpoint", "make_envs", "make_evaluation_env", "parse_args"}
+OWN |= {"ppo_loss", "train"}
+
+
+def definitions(path):
+    """{name: source} of the functions and classes at the top level, with decorators."""
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_shared_text(other):
+    canonical, copy = definitions(ROOT / f"{CANONICAL}.py"), definitions(ROOT / f"{other}.py")
+    shared = canonical.keys() & copy.keys() - OWN
+    assert {"compute_gae", "clipped_policy_loss", "clipped_value_loss", "RunningMeanStd", "layer_init"} <= shared
+    different = [name for name in shared if canonical[name] != copy[name]]
+    assert not different, f"{different} differ: python tests/test_parity.py copies them from {CANONICAL}.py"
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_same_order(other):
+    """So that `diff` shows what differs, and nothing else."""
+    canonical, copy = definitions(ROOT / f"{CANONICAL}.py"), definitions(ROOT / f"{other}.py")
+    assert [name for name in canonical if name in copy] == [name for name in copy if name in canonical]
+
+
+if __name__ == "__main__":
+    canonical = definitions(ROOT / f"{CANONICAL}.py")
+    for other in OTHERS:
+        path = ROOT / f"{other}.py"
+        text = path.read_text()
+        for name, source in definitions(path).items():
+            if name in canonical and name not in OWN and source != canonical[name]:
+                text = text.replace(source, canonical[name])
+                print(f"{other}.py: {name}", file=sys.stderr)
+        path.write_text(text)
