@@ -76,9 +76,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
-    evaluate: str | None = (
-        None  # a run folder: its agent plays, statistics frozen; only --eval-*, --seed, --capture-video count
-    )
+    evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; --eval-*, --seed, --capture-video
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos

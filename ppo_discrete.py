@@ -82,9 +82,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
-    evaluate: str | None = (
-        None  # a run folder: its agent plays, statistics frozen; only --eval-*, --seed, --capture-video count
-    )
+    evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; --eval-*, --seed, --capture-video
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off (ALE): sample as in training
     capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos
@@ -158,7 +156,7 @@ def parse_args(argv=None, default=None):
     parse = partial(tyro.cli, Args, args=line.split("\0")[:-1], description=__doc__.split("\n")[0])
     args = parse(default=default)
     # An ALE game has defaults of its own: what the command line says is read once more, on top of them.
-    return parse(default=Args(**ATARI)) if default is None and args.env_id.startswith("ALE/") else args
+    return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
 
 
 def check_args(args):
@@ -183,6 +181,10 @@ def check_args(args):
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
 
 
+def is_atari(env_id):
+    return env_id.removeprefix("ale_py:").startswith("ALE/")
+
+
 def is_image(space):
     """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
     is_uint8 = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
@@ -195,8 +197,11 @@ def make_envs(args):
     same_step = gym.vector.AutoresetMode.SAME_STEP
     make = partial(gym.make_vec, args.env_id, args.num_envs, "async" if args.async_envs else "sync")
     make = partial(make, vector_kwargs={"autoreset_mode": same_step})
-    if args.env_id.startswith("ALE/"):  # ale-py has a vector of games in native threads
-        make = partial(gym.make_vec, f"ale_py:{args.env_id}", args.num_envs, autoreset_mode=same_step)
+    if "NoFrameskip" in args.env_id:
+        fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
+    if is_atari(args.env_id):  # ale-py has a vector of games in native threads
+        name = "ale_py:" + args.env_id.removeprefix("ale_py:")  # what comes before the colon is imported
+        make = partial(gym.make_vec, name, args.num_envs, autoreset_mode=same_step)
         make = partial(make, repeat_action_probability=0.25 if args.sticky_actions else 0.0, reward_clipping=False)
         make = partial(make, episodic_life=False, life_loss_info=True)  # a lost life is `terminated`, the game goes on
     try:
@@ -206,8 +211,7 @@ def make_envs(args):
             envs.close()
             envs = make(wrappers=[gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, ValueError) as error:
-        hint = " (an Atari game? Here they are called ALE/NAME-v5)" if "NoFrameskip" in args.env_id else ""
-        fail(f"--env-id {args.env_id}: {error}{hint}")
+        fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
@@ -519,9 +523,9 @@ def make_evaluation_env(env_id, draw, sticky_actions):
     """One environment; with `draw` it has already shown that it can draw itself."""
     options = {"render_mode": "rgb_array"} if draw else {}
     try:
-        if env_id.startswith("ALE/"):  # what ale-py's vector of games does with each, here by gymnasium's wrappers
+        if is_atari(env_id):  # what ale-py's vector of games does with each, here by gymnasium's wrappers
             options |= {"frameskip": 1, "repeat_action_probability": 0.25 if sticky_actions else 0.0}
-            env = gym.wrappers.AtariPreprocessing(gym.make(f"ale_py:{env_id}", **options))
+            env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
             env = gym.wrappers.FrameStackObservation(env, 4)
         else:
             env = gym.make(env_id, **options)
@@ -663,7 +667,7 @@ def train(args, stop_signals=()):
 
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds.
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(N) >> 1  # ale-py takes 31 bits
-    next_obs, infos = envs.reset(seed=seeds.astype(int) if args.env_id.startswith("ALE/") else seeds.tolist())
+    next_obs, infos = envs.reset(seed=seeds.astype(int) if is_atari(args.env_id) else seeds.tolist())
     start_time, start_step = time.time(), global_step
     progress = tqdm(total=num_iterations * B, initial=global_step, unit="step", unit_scale=True, disable=None)
 
@@ -697,7 +701,7 @@ def train(args, stop_signals=()):
                 raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
                 final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
             over = terminated | truncated
-            if args.env_id.startswith("ALE/"):  # a lost life is no end of the game; a new game counts its frames anew
+            if is_atari(args.env_id):  # a lost life is no end of the game; a new game counts its frames anew
                 over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
             for n in np.flatnonzero(over):
                 seconds = seconds_before + time.time() - start_time

@@ -245,7 +245,7 @@ def test_wandb(script, small_args, tmp_path, monkeypatch):
         assert key in content
 
 
-DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Freeway-v5"}  # what draws without a display
+DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Breakout-v5"}  # what draws without a display
 
 
 def test_video(script, tmp_path):

@@ -310,9 +310,9 @@ def test_images_through_the_wrappers_of_gymnasium(args):
 def test_settings_of_atari_games():
     """An ALE id brings its defaults along, in whatever form it is given; each can be given again; others stay."""
     default = script.Args(**script.ATARI)
-    for line in ("--env-id ALE/Pong-v5", "--env_id=ALE/Pong-v5"):
+    for line in ("--env-id ALE/Pong-v5", "--env_id=ALE/Pong-v5", "--env_id=ale_py:ALE/Pong-v5"):
         args = script.parse_args(line.split())
-        assert vars(args) == vars(default) | {"env_id": "ALE/Pong-v5"}
+        assert vars(args) == vars(default) | {"env_id": args.env_id} and args.env_id.endswith("ALE/Pong-v5")
     line = "--clip-coef=0.3 --env_id=ALE/Pong-v5 --clip_reward=False --num-envs 1e1 --seed 3"
     args = script.parse_args(line.split())
     given = {"clip_coef": 0.3, "env_id": "ALE/Pong-v5", "clip_reward": False, "num_envs": 10, "seed": 3}

@@ -90,7 +90,7 @@ def test_readme_snippet_acts(script, small_args, monkeypatch):
     _, run_dir = script.train(args)
     (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
     namespace = {"env": gym.make(args.env_id)}
-    exec(block.replace("runs/NAME", str(run_dir)), namespace)
+    exec(block.replace("runs/NAME", str(run_dir)).replace("ppo_continuous", script.__name__), namespace)
     assert isinstance(namespace["reward"], float)
 
 
