@@ -526,7 +526,7 @@ def make_evaluation_env(env_id, draw, sticky_actions):
         if is_atari(env_id):  # what ale-py's vector of games does with each, here by gymnasium's wrappers
             options |= {"frameskip": 1, "repeat_action_probability": 0.25 if sticky_actions else 0.0}
             env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
-            env = gym.wrappers.FrameStackObservation(env, 4)
+            env = gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
         else:
             env = gym.make(env_id, **options)
         if not is_image(env.observation_space):

@@ -1,7 +1,8 @@
 """Run folders -> a small CSV in benchmark/results/ -> the table in README.md.
 
     python benchmark/report.py mujoco runs/*     # benchmark/results/mujoco.csv: a row for every finished run
-    python benchmark/report.py --readme          # README.md: the table of mujoco.csv beside published figures
+    python benchmark/report.py classic runs/*    # benchmark/results/classic.csv
+    python benchmark/report.py --readme          # README.md: tables of mujoco.csv and classic.csv, beside published figures
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 """
@@ -33,7 +34,11 @@ FIELDS = [
     "seconds",
 ]
 FIELDS += ["flags", "versions"]
-PACKAGES = ("torch", "gymnasium", "mujoco")
+PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
+TABLES = {
+    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings",
+    "classic": "Classic control, `ppo_discrete.py` with its default settings but for the number of steps (CleanRL: 500,000)",
+}
 VERSIONS = " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
 
 
@@ -43,7 +48,9 @@ def summarise(run_dir):
     sys.path.insert(0, str(ROOT))
     args = json.loads((run_dir / "args.json").read_text())
     (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
-    defaults = dataclasses.asdict(importlib.import_module(re.sub(r"^v\d+_", "", script)).Args())
+    module = importlib.import_module(re.sub(r"^v\d+_", "", script))
+    atari = args["env_id"].startswith("ALE/") and hasattr(module, "ATARI")
+    defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
     # Where and how the run went, not what it did.
     ignored = {
         "env_id",
@@ -111,26 +118,33 @@ def table(rows):
 
 
 def write_readme():
-    """Default runs of mujoco.csv beside the rows of published.csv, between README's markers."""
-    with open(RESULTS / "mujoco.csv") as file:
-        rows = [row for row in csv.DictReader(file) if not row["flags"]]
+    """Default runs of each of TABLES beside the rows of published.csv, between README's markers."""
     with open(ROOT / "benchmark" / "published.csv") as file:
         published = {(row["env_id"], row["column"]): row for row in csv.DictReader(file)}
-    lines = ["MuJoCo, one million steps, default settings: mean return of the last 100 training episodes, ± standard"]
-    lines[0] += " deviation over seeds."
-    lines += ["", "| task | this repository | seeds | CleanRL | highest PPO figure found |", "|---|---|---|---|---|"]
-    for env_id in dict.fromkeys(row["env_id"] for row in rows):
-        values = [float(row["last_100_mean"]) for row in rows if row["env_id"] == env_id]
-        cells = [env_id, f"**{statistics.fmean(values):,.0f}** ± {statistics.pstdev(values):,.0f}", f"{len(values)}"]
-        for column in ("cleanrl", "highest"):
-            row = published.get((env_id, column))
-            cells.append(f"{float(row['mean_return']):,.0f}{row['mark']}" if row else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    notes = (
+    lines = []
+    for name, title in TABLES.items():
+        with open(RESULTS / f"{name}.csv") as file:
+            rows = [row for row in csv.DictReader(file) if not re.sub(r"--total-timesteps=\d+", "", row["flags"])]
+        lines += [f"{title}: mean return of the last 100 training episodes, ± standard deviation over seeds.", ""]
+        lines += ["| task | steps | this repository | seeds | CleanRL | highest PPO figure found |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for env_id in dict.fromkeys(row["env_id"] for row in rows):
+            ours = [row for row in rows if row["env_id"] == env_id]
+            values = [float(row["last_100_mean"]) for row in ours]
+            mean, spread = statistics.fmean(values), statistics.pstdev(values)
+            digits = 0 if abs(mean) >= 1000 else 1
+            cells = [env_id, f"{int(ours[0]['global_step']):,}", f"**{mean:,.{digits}f}** ± {spread:,.{digits}f}"]
+            cells += [f"{len(values)}"]
+            for column in ("cleanrl", "highest"):
+                row = published.get((env_id, column))
+                cells.append(f"{float(row['mean_return']):,.{digits}f}{row['mark']}" if row else "")
+            lines.append("| " + " | ".join(cells) + " |")
+        versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
+        lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv.", ""]
+    lines += [
         "Sources and protocols: benchmark/published.csv. *: mean over seeds of each run's best evaluation, not of its"
-    )
-    notes += " last episodes. †: a single run, evaluated without exploration."
-    lines += ["", notes, "", f"Measured with {rows[0]['versions']}; single runs: benchmark/results/mujoco.csv."]
+    ]
+    lines[-1] += " last episodes. †: a single run, evaluated without exploration."
     readme = ROOT / "README.md"
     start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
     before, rest = readme.read_text().split(start)

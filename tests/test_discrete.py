@@ -405,8 +405,8 @@ def test_learner_sees_signs_and_lost_lives(game, monkeypatch):
 
 
 def test_garbage_final_observations_are_not_read(game, monkeypatch):
-    """ale-py fills only the rows of infos["final_obs"] whose game was truncated. With games cut after 400 frames and
-    every other row poisoned, the critic gets exactly the truncated ones."""
+    """ale-py fills only the rows of infos["final_obs"] whose game was truncated. With games cut after 600 frames,
+    which some reach and some do not, and every other row poisoned, the critic gets exactly the truncated ones."""
     make_vec, step, truncated_rows = gym.make_vec, ale_py.AtariVectorEnv.step, []
 
     def poisoned(self, actions):
@@ -424,11 +424,11 @@ def test_garbage_final_observations_are_not_read(game, monkeypatch):
         return original(agent, obs, last_obs, final_obs, *rest)
 
     monkeypatch.setattr(ale_py.AtariVectorEnv, "step", poisoned)
-    monkeypatch.setattr(gym, "make_vec", lambda *a, **k: make_vec(*a, max_num_frames_per_episode=400, **k))
+    monkeypatch.setattr(gym, "make_vec", lambda *a, **k: make_vec(*a, max_num_frames_per_episode=600, **k))
     monkeypatch.setattr(script, "estimate_advantages", spy)
-    _, steps, _ = game("Breakout", total_timesteps=4 * 300)
+    _, steps, _ = game("Breakout", total_timesteps=4 * 500)
     lost_lives = sum(step[3].sum() for step in steps)
-    assert lost_lives > 10 and len(truncated_rows) >= 8
+    assert lost_lives > 10 and any(0 < step[4].sum() < 4 for step in steps)
     assert np.array_equal(seen, truncated_rows) and not (np.stack(seen) == 213).all((1, 2, 3)).any()
 
 
@@ -457,14 +457,11 @@ def test_evaluation_sees_what_training_saw():
         one, info = env.reset(seed=seed)
         if info["episode_frame_number"] == infos["episode_frame_number"][0]:
             break
-    rng = np.random.default_rng(0)
-    for i in range(200):
-        action = rng.integers(6)
+    for action in np.random.default_rng(0).integers(6, size=200):
+        assert np.array_equal(one, obs[0])
         one, reward, *_ = env.step(action)
-        obs, rewards, *_ = envs.step(np.array([action]))
+        obs, rewards, *_ = envs.step(action[None])
         assert reward == rewards[0]
-        if i >= 4:  # the first frames of the stack are filled in different ways
-            assert np.array_equal(one, obs[0])
     envs.close()
 
 
