@@ -2,7 +2,7 @@
 
     python benchmark/report.py mujoco runs/*     # benchmark/results/mujoco.csv: a row for every finished run
     python benchmark/report.py classic runs/*    # benchmark/results/classic.csv
-    python benchmark/report.py --readme          # README.md: tables of mujoco.csv and classic.csv, beside published figures
+    python benchmark/report.py --readme          # README.md: their tables, beside published figures
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 """
@@ -37,7 +37,7 @@ FIELDS += ["flags", "versions"]
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 TABLES = {
     "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings",
-    "classic": "Classic control, `ppo_discrete.py` with its default settings but for the number of steps (CleanRL: 500,000)",
+    "classic": "Classic control, `ppo_discrete.py` with its default settings (CleanRL: 500,000 steps)",
 }
 VERSIONS = " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
 
