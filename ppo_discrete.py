@@ -197,7 +197,7 @@ def make_envs(args):
     same_step = gym.vector.AutoresetMode.SAME_STEP
     make = partial(gym.make_vec, args.env_id, args.num_envs, "async" if args.async_envs else "sync")
     make = partial(make, vector_kwargs={"autoreset_mode": same_step})
-    if "NoFrameskip" in args.env_id:
+    if "NoFrameskip" in args.env_id or (args.env_id.startswith("ale_py:") and not is_atari(args.env_id)):
         fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
     if is_atari(args.env_id):  # ale-py has a vector of games in native threads
         name = "ale_py:" + args.env_id.removeprefix("ale_py:")  # what comes before the colon is imported

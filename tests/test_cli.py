@@ -90,6 +90,7 @@ BAD_FOR = {
         "wrong action space": ({"env_id": "Pendulum-v1"}, "Pendulum-v1 has Box actions: use ppo_continuous.py"),
         "no such game": ({"env_id": "ALE/NoGame-v5"}, "NoGame"),
         "game of another name": ({"env_id": "PongNoFrameskip-v4"}, "ALE/NAME-v5"),
+        "game of an older name": ({"env_id": "ale_py:Pong-v4"}, "ALE/NAME-v5"),
     },
 }
 CASES = [(name, case) for name in SCRIPTS for case in [*BAD, *BAD_FOR[name]]]
