@@ -27,8 +27,8 @@ Choices, where implementations of PPO differ:
     the first minibatch of an iteration. The statistics belong to the agent, so no checkpoint can be without them.
  3. Rewards are divided by the running standard deviation of the discounted return, which starts again after every end
     of an episode (baselines, SB3). Logged returns are raw.
- 4. The critic runs after the rollout, over all of it at once, and again before every later epoch
-    (--recompute-advantages), so that no advantage comes from an outdated critic.
+ 4. The critic runs after the rollout, over all of it at once; with --recompute-advantages again before every later
+    epoch, so that no advantage comes from an outdated critic.
  5. Discrete is MultiDiscrete with one dimension. Every dimension has a softmax of its own; log-probabilities and
     entropies are sums over dimensions. What infos["action_mask"] forbids has probability 0, in the update too.
  6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
@@ -92,7 +92,7 @@ class Args:  # the comments are what --help prints
     # --- environment
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete or MultiDiscrete actions; ALE/NAME-v5 for Atari games
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 8  # environments stepped side by side (N)
+    num_envs: int = 16  # environments stepped side by side (N)
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise vectors by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -101,19 +101,19 @@ class Args:  # the comments are what --help prints
     sticky_actions: bool = False  # ALE games repeat the last action with probability 0.25 (the newer protocol)
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
-    learning_rate: float = 2.5e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
+    learning_rate: float = 1e-3  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
-    num_minibatches: int = 4  # minibatches per epoch; must divide num_envs * num_steps
-    update_epochs: int = 4  # passes over the batch of an iteration
+    num_minibatches: int = 8  # minibatches per epoch; must divide num_envs * num_steps
+    update_epochs: int = 10  # passes over the batch of an iteration
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
-    recompute_advantages: bool = True  # values, advantages, returns from the current critic before each later epoch
+    recompute_advantages: bool = False  # values, advantages, returns from the current critic before each later epoch
     clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
     clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
@@ -129,9 +129,9 @@ ATARI = {
     "num_minibatches": 4,
     "update_epochs": 4,
     "clip_coef": 0.1,
+    "ent_coef": 0.01,
     "clip_reward": True,
     "norm_reward": False,
-    "recompute_advantages": False,
     "eval_deterministic": False,
 }
 

@@ -101,6 +101,7 @@ def advantages_of_a_run_on_the_chain(script, args, monkeypatch):
 
 
 CHAIN = {"norm_obs": False, "norm_reward": False, "gamma": CHAIN_GAMMA, "num_envs": 4, "num_steps": 6}
+CHAIN |= {"recompute_advantages": True}
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
@@ -130,3 +131,25 @@ def test_zero_advantage_probe_sees_mistakes(script, small_args, monkeypatch, mis
         monkeypatch.setattr(script, "estimate_advantages", wrong)
     args = small_args(env_id=probe(script, "Chain"), total_timesteps=8 * 24, **CHAIN)
     assert advantages_of_a_run_on_the_chain(script, args, monkeypatch).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_advantages_are_those_of_the_current_critic(script, small_args, minibatches, recompute):
+    """In the second epoch of an iteration the values that the update gets are the critic's own at its beginning; without
+    --recompute-advantages they are those of the first epoch."""
+    original, critics = script.estimate_advantages, []
+
+    def spy(agent, *rollout):
+        critics.append({name: tensor.clone() for name, tensor in agent.critic.state_dict().items()})
+        return original(agent, *rollout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "estimate_advantages", spy)
+        args = small_args(total_timesteps=64, recompute_advantages=recompute)
+        agent, _ = script.train(args)
+    assert len(critics) == (args.update_epochs if recompute else 1)
+    epochs = [minibatches[i : i + args.num_minibatches] for i in range(0, 8, args.num_minibatches)]
+    for epoch, critic in zip(epochs, critics * 2):
+        agent.critic.load_state_dict(critic)
+        for _, _, _, mb_obs, _, _, mb_values, *_ in epoch:
+            torch.testing.assert_close(agent.get_value(mb_obs), mb_values, atol=1e-6, rtol=1e-5)

@@ -202,6 +202,7 @@ def test_ratio_is_one_in_the_first_minibatch(script, small_args, monkeypatch):
 
 HARD = {
     "norm_adv": True,
+    "recompute_advantages": True,
     "clip_vloss": True,
     "vf_clip_coef": 0.1,
     "anneal_clip": True,
