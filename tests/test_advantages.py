@@ -135,7 +135,7 @@ def test_zero_advantage_probe_sees_mistakes(script, small_args, monkeypatch, mis
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_recomputed_advantages_are_those_of_the_current_critic(script, small_args, minibatches, recompute):
-    """In the second epoch of an iteration the values that the update gets are the critic's own at its beginning; without
+    """In the second epoch of an iteration the values that the update gets are the critic's own at its start; without
     --recompute-advantages they are those of the first epoch."""
     original, critics = script.estimate_advantages, []
 
