@@ -26,14 +26,14 @@ Choices, where implementations of PPO differ:
     the first minibatch of an iteration. The statistics belong to the agent, so no checkpoint can be without them.
  3. Rewards are divided by the running standard deviation of the discounted return, which starts again after every end
     of an episode (baselines, SB3). Logged returns are raw.
- 4. The critic runs after the rollout, over all of it at once; with --recompute-advantages again before every later
-    epoch, so that no advantage comes from an outdated critic.
+ 4. The critic runs after the rollout, over all of it at once, and again before every later epoch
+    (--recompute-advantages), so that no advantage comes from an outdated critic.
  5. Actions are clipped to their bounds for the environment only; log-probabilities are those of the unclipped actions.
  6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are not normalised (--norm-adv does).
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (256 x 8), and a policy that starts with a standard deviation of exp(-0.5):
+ 9. Many environments with short rollouts (128 x 16), and a policy that starts with a standard deviation of exp(-0.5):
     these two carry most of the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
@@ -86,12 +86,12 @@ class Args:  # the comments are what --help prints
     # --- environment
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 256  # environments stepped side by side (N)
+    num_envs: int = 128  # environments stepped side by side (N)
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
-    num_steps: int = 8  # steps of each environment per iteration (T)
+    num_steps: int = 16  # steps of each environment per iteration (T)
     learning_rate: float = 3e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
@@ -99,7 +99,7 @@ class Args:  # the comments are what --help prints
     num_minibatches: int = 32  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
-    recompute_advantages: bool = False  # values, advantages, returns from the current critic before each later epoch
+    recompute_advantages: bool = True  # values, advantages, returns from the current critic before each later epoch
     clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
     clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
