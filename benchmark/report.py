@@ -33,7 +33,8 @@ FIELDS = [
     "episodes",
     "seconds",
 ]
-FIELDS += ["flags", "versions"]
+FIELDS += ["solved_at", "flags", "versions"]
+SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}  # mean return of 100 episodes
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 TABLES = {
     "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings",
@@ -77,6 +78,8 @@ def summarise(run_dir):
         return None
     window = min(100, len(returns))
     means = [statistics.fmean(returns[i - window : i]) for i in range(window, len(returns) + 1)]
+    solved = SOLVED.get(args["env_id"], float("inf"))
+    solved_at = [episodes[i + window - 1]["global_step"] for i, mean in enumerate(means) if mean >= solved]
     return {
         "script": re.sub(r"^v\d+_", "", script),
         "env_id": args["env_id"],
@@ -87,20 +90,25 @@ def summarise(run_dir):
         "best_100_mean": f"{max(means):.1f}",
         "episodes": len(returns),
         "seconds": f"{done['seconds']:.0f}",
+        "solved_at": solved_at[0] if solved_at else "",
         "flags": " ".join(flags),
         "versions": VERSIONS,
     }
 
 
 def write_csv(name, run_dirs):
-    rows = [row for row in map(summarise, run_dirs) if row]
-    rows.sort(key=lambda row: (row["env_id"], row["exp_name"], row["seed"]))
+    """Rows of earlier runs stay, but for those of the same task, exp_name and seed."""
+    new = [row for row in map(summarise, run_dirs) if row]
     RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
+    path = RESULTS / f"{name}.csv"
+    old = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = list({(row["env_id"], row["exp_name"], int(row["seed"])): row for row in old + new}.values())
+    rows.sort(key=lambda row: (row["env_id"], row["exp_name"], int(row["seed"])))
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(rows)
-    print(f"{len(rows)} of {len(run_dirs)} runs -> {RESULTS / f'{name}.csv'}")
+    print(f"{len(new)} of {len(run_dirs)} runs -> {path.relative_to(ROOT)}, which has {len(rows)} now")
     print(table(rows))
 
 
@@ -108,12 +116,25 @@ def table(rows):
     """Markdown: mean, standard deviation and the single seeds, for each task and setting."""
     groups = {}
     for row in rows:
-        groups.setdefault((row["env_id"], row["flags"]), []).append(float(row["last_100_mean"]))
-    lines = ["| task | flags | seeds | mean | standard deviation | single runs |", "|---|---|---|---|---|---|"]
-    for (env_id, flags), values in groups.items():
+        groups.setdefault((row["env_id"], row["flags"]), []).append(row)
+    lines = ["| task | flags | seeds | mean | standard deviation | single runs | solved at step |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for (env_id, flags), group in groups.items():
+        values = [float(row["last_100_mean"]) for row in group]
+        digits = 0 if abs(values[0]) >= 500 else 1
         mean, spread = statistics.fmean(values), statistics.pstdev(values)
-        singles = ", ".join(f"{value:,.0f}" for value in values)
-        lines.append(f"| {env_id} | {flags or 'defaults'} | {len(values)} | {mean:,.0f} | {spread:,.0f} | {singles} |")
+        singles = ", ".join(f"{value:,.{digits}f}" for value in values)
+        solved = ", ".join(row.get("solved_at") or "-" for row in group) if env_id in SOLVED else ""
+        cells = [
+            env_id,
+            flags or "defaults",
+            len(values),
+            f"{mean:,.{digits}f}",
+            f"{spread:,.{digits}f}",
+            singles,
+            solved,
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
