@@ -37,7 +37,7 @@ Choices, where implementations of PPO differ:
     these two carry most of the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
-Siblings: ppo_discrete.py (Discrete actions, images); to come: ppo_rnn.py (memory). `diff` shows what changes there.
+Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
 """
 
 import csv

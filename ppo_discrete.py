@@ -43,7 +43,7 @@ Choices, where implementations of PPO differ:
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = shape of an observation, K = dimensions of an
 action, A = sum of their sizes.
-Siblings: ppo_continuous.py (Box actions); to come: ppo_rnn.py (memory). `diff` shows what changes there.
+Siblings: ppo_continuous.py (Box actions), ppo_rnn.py (memory). `diff` shows what changes there.
 """
 
 import csv

@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(TESTS)]
 import probes  # noqa: E402, F401
 
 torch.set_num_threads(1)
-SCRIPTS = ["ppo_continuous", "ppo_discrete"]
+SCRIPTS = ["ppo_continuous", "ppo_discrete", "ppo_rnn"]
 # What makes a run small enough for a test.
 SMALL = {
     "total_timesteps": 256,
@@ -27,8 +27,9 @@ SMALL = {
     "update_epochs": 2,
     "compile": False,
 }
-ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete"}
-REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1"}
+ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_rnn.py has the other kind
+REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v4"}
+MASKS = {"ppo_continuous": [], "ppo_discrete": [None], "ppo_rnn": [None]}  # what ppo_loss takes behind the returns
 
 
 def probe(script, name="Target"):
@@ -67,11 +68,23 @@ def minibatches(script, monkeypatch):
 
 
 def make_agent(script, obs_size=3, action_size=3, **args):
-    """An agent for vectors, with actions in [-1, 1], or with 3 dimensions of two choices each."""
+    """An agent for vectors, with actions in [-1, 1], or with two choices in each dimension; action_size may also be the
+    list of their numbers. Actor and critic of a recurrent one read features of obs_size numbers."""
+    if script.__name__ == "ppo_rnn":
+        high = np.ones(action_size, np.float32)
+        args = {"hidden_size": obs_size} | args
+        return script.Agent((obs_size,), {"low": -high, "high": high}, script.Args(**args))
     if ACTIONS[script.__name__] == "box":
         high = np.ones(action_size, np.float32)
         return script.Agent(obs_size, -high, high, script.Args(**args))
-    return script.Agent((obs_size,), np.full(action_size, 2), np.zeros(action_size, int), script.Args(**args))
+    sizes = np.full(action_size, 2) if isinstance(action_size, int) else np.array(action_size)
+    return script.Agent((obs_size,), sizes, np.zeros_like(sizes), script.Args(**args))
+
+
+def act(agent, raw_obs):
+    """What the agent does at the start of an episode."""
+    action = agent.predict(raw_obs)
+    return action[0] if isinstance(action, tuple) else action  # behind it is the state of a memory
 
 
 def golden(name):

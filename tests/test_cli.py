@@ -69,7 +69,7 @@ BAD = {
     "fraction of an environment": ({"num_envs": 1.5}, None),
     "empty name": ({"env_id": ":"}, "--env-id :"),
     "no vector to see": ({"env_id": "probes:box/Words-v0"}, "cannot be flattened"),
-    "indivisible batch": ({"num_minibatches": 7}, "--num-minibatches 7 must divide num_envs * num_steps = 64"),
+    "indivisible batch": ({"num_minibatches": 7}, "--num-minibatches 7 must divide num_envs"),
     "negative size": ({"num_envs": -1}, "--num-envs must be at least 1, not -1"),
     "zero size": ({"num_steps": 0}, "--num-steps must be at least 1, not 0"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps 63"),
@@ -92,6 +92,14 @@ BAD_FOR = {
         "no such game": ({"env_id": "ALE/NoGame-v5"}, "NoGame"),
         "game of another name": ({"env_id": "PongNoFrameskip-v4"}, "ALE/NAME-v5"),
         "game of an older name": ({"env_id": "ale_py:Pong-v4"}, "ALE/NAME-v5"),
+    },
+    "ppo_rnn": {
+        "columns that cannot be cut": (
+            {"num_minibatches": 8, "num_steps": 32},
+            "--num-minibatches 8 must divide num_envs = 4",
+        ),
+        "no such cell": ({"cell": "rnn"}, None),
+        "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
     },
 }
 CASES = [(name, case) for name in SCRIPTS for case in [*BAD, *BAD_FOR[name]]]
@@ -250,7 +258,8 @@ def test_wandb(script, small_args, tmp_path, monkeypatch):
     raise AssertionError("wandb's file lacks metrics")
 
 
-DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Breakout-v5"}  # what draws without a display
+# What draws without a display.
+DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Breakout-v5", "ppo_rnn": "InvertedPendulum-v4"}
 
 
 def test_video(script, tmp_path):

@@ -82,6 +82,7 @@ def test_readme_gives_cleanrl_settings(script, original, settings):
     assert {name: args[name] for name in CLEANRL | settings} == CLEANRL | settings
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_readme_snippet_acts(script, small_args, monkeypatch):
     """The Python block of README, on a run of the test."""
     import gymnasium as gym

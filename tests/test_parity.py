@@ -1,17 +1,18 @@
-"""What the scripts share is the same text in each of them. `python tests/test_parity.py` copies it from the canonical
-script, the first one, into the others."""
+"""What the scripts share is the same text in each of them. `python tests/test_parity.py` copies it from the first one
+that has it into the others."""
 
 import ast
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CANONICAL, *OTHERS = "ppo_continuous", "ppo_discrete"
+SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
 # What is about actions, observations or the command line of one script. All else that has one name has one text.
 OWN = {"Args", "Agent", "check_args", "evaluate", "load_checkpoint", "make_envs", "make_evaluation_env", "parse_args"}
-OWN |= {"ppo_loss", "train"}
+OWN |= {"load_agent", "ppo_loss", "train"}
 
 
 def definitions(path):
@@ -26,26 +27,28 @@ def definitions(path):
     return found
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_shared_text(other):
-    canonical, copy = definitions(ROOT / f"{CANONICAL}.py"), definitions(ROOT / f"{other}.py")
+PAIRS = list(itertools.combinations(SCRIPTS, 2))
+
+
+@pytest.mark.parametrize("one, other", PAIRS)
+def test_shared_text(one, other):
+    canonical, copy = definitions(ROOT / f"{one}.py"), definitions(ROOT / f"{other}.py")
     shared = canonical.keys() & copy.keys() - OWN
     assert {"compute_gae", "clipped_policy_loss", "clipped_value_loss", "RunningMeanStd", "layer_init"} <= shared
     different = [name for name in shared if canonical[name] != copy[name]]
-    assert not different, f"{different} differ: python tests/test_parity.py copies them from {CANONICAL}.py"
+    assert not different, f"{different} differ: python tests/test_parity.py copies them from {one}.py"
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_same_order(other):
+@pytest.mark.parametrize("one, other", PAIRS)
+def test_same_order(one, other):
     """So that `diff` shows what differs, and nothing else."""
-    canonical, copy = definitions(ROOT / f"{CANONICAL}.py"), definitions(ROOT / f"{other}.py")
+    canonical, copy = definitions(ROOT / f"{one}.py"), definitions(ROOT / f"{other}.py")
     assert [name for name in canonical if name in copy] == [name for name in copy if name in canonical]
 
 
 if __name__ == "__main__":
-    canonical = definitions(ROOT / f"{CANONICAL}.py")
-    for other in OTHERS:
-        path = ROOT / f"{other}.py"
+    for one, other in PAIRS:
+        canonical, path = definitions(ROOT / f"{one}.py"), ROOT / f"{other}.py"
         text = path.read_text()
         for name, source in definitions(path).items():
             if name in canonical and name not in OWN and source != canonical[name]:

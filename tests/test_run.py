@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_ENV, ROOT, TESTS, flags_of, probe, run, scalars
+from conftest import REAL_ENV, ROOT, TESTS, act, flags_of, probe, run, scalars
 from torch.utils.tensorboard import SummaryWriter
 
 CHAIN = {"num_steps": 8, "num_minibatches": 2}  # every rollout is one whole episode
@@ -273,10 +273,10 @@ def test_loaded_agent_acts_as_the_trained_one(script, small_args):
     agent, run_dir = script.train(small_args(total_timesteps=512))
     loaded = script.load_agent(run_dir)
     raw_obs = np.random.default_rng(0).normal(size=(7, 2)) * 5
-    assert np.array_equal(loaded.predict(raw_obs), agent.predict(raw_obs))
-    np.testing.assert_allclose(loaded.predict(raw_obs[0]), agent.predict(raw_obs)[0], rtol=1e-5)
+    assert np.array_equal(act(loaded, raw_obs), act(agent, raw_obs))
+    np.testing.assert_allclose(act(loaded, raw_obs[0]), act(agent, raw_obs)[0], rtol=1e-5)
     space = gym.make(probe(script)).action_space
-    assert all(space.contains(action) for action in loaded.predict(raw_obs * 1e6))
+    assert all(space.contains(action) for action in act(loaded, raw_obs * 1e6))
 
 
 def test_learns_the_target(script, small_args):
@@ -291,6 +291,10 @@ def test_learns_the_target(script, small_args):
 LEARNED = {
     "ppo_continuous": ({"learning_rate": 1e-3, "total_timesteps": "6e4"}, 900),  # of 1,000; at random about 6
     "ppo_discrete": ({"learning_rate": 1e-3, "total_timesteps": "6e4"}, 475),  # of 500; at random about 22
+    "ppo_rnn": (
+        {"learning_rate": 1e-3, "total_timesteps": "6e4", "update_epochs": 8, "ent_coef": 0.0, "hidden_size": 64},
+        900,
+    ),
 }
 
 

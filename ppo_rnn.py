@@ -1,0 +1,962 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14",
+#     "gymnasium[mujoco]>=1.4,<2",
+#     "mujoco>=3.2,<5",
+#     "ale-py>=0.12,<0.13",
+#     "numpy>=1.26,<3",
+#     "tyro>=1.0,<2",
+#     "tensorboard>=2.18,<3",
+#     "wandb>=0.22,<1",
+#     "tqdm>=4.66,<5",
+#     "moviepy>=2.1,<3",
+#     "opencv-python-headless>=4.10,<6",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for Discrete, MultiDiscrete and Box actions, in one file.
+
+    python ppo_rnn.py --env-id CartPole-v1          # train: logs, episodes.csv and checkpoint.pt go to runs/NAME
+    python ppo_rnn.py --env-id Pendulum-v1          # Box actions
+    python ppo_rnn.py --resume runs/NAME            # go on after Ctrl-C, a kill or a crash
+    python ppo_rnn.py --evaluate runs/NAME          # play episodes with the trained policy
+
+Choices, where implementations of recurrent PPO differ:
+ 1. The memory's state is carried from one rollout to the next, and is zero at the first observation of an episode:
+    episode_starts[t] belongs to observation t.
+ 2. A minibatch is made of whole environments (columns of the rollout), and the gradient goes back through all their
+    steps, to the start of the episode or of the rollout, whose state is stored. A new permutation for every epoch.
+ 3. The update has no loop over time: one call of PyTorch's LSTM or GRU kernel replays a minibatch, with the result of
+    single steps, resets at episode starts included (Memory.unroll).
+ 4. A truncated episode (time limit) is bootstrapped from the observation it really ended in, seen with the memory of
+    that episode; a terminated one is not. Bootstrapping leaves the state that is carried as it is.
+ 5. Observation -> memory -> two layers each for actor and critic, which share the memory; --separate-critic-rnn gives
+    the critic one of its own (rsl_rl). Images go through the Nature CNN first, and one layer follows the memory.
+ 6. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is 1 in the
+    first minibatch of an iteration. Rewards are divided by the running deviation of the discounted return.
+ 7. The critic runs after the rollout, over all of it at once, and again before every later epoch
+    (--recompute-advantages), its memory included: no advantage comes from an outdated critic.
+ 8. Discrete is MultiDiscrete with one dimension; what infos["action_mask"] forbids has probability 0, update
+    included. Box actions are clipped for the environment only; log-probabilities are those of the unclipped ones.
+ 9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
+    --target-kl and --desired-kl as in the siblings.
+
+Shapes: T = num_steps, N = num_envs, B = T * N (batch), n = environments of a minibatch, M = T * n, D = shape of an
+observation, I = inputs of the memory, H = hidden_size, S = numbers in its state, F = features that the memory puts out.
+Siblings: ppo_discrete.py (also Atari) and ppo_continuous.py, without memory. `diff` shows what it changes.
+"""
+
+import csv
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclasses.dataclass
+class Args:  # the comments are what --help prints
+    # --- run
+    exp_name: str = "ppo_rnn"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
+    runs_dir: str = "runs"  # where run folders are made
+    seed: int = 1  # random seed of networks, policy noise and environments (each of them gets its own)
+    torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images and minibatches of 4096, otherwise cpu
+    compile: bool = True  # torch.compile: seconds at the start, then 2-3 times faster updates; off: the same, eager
+    checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
+    resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
+    evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; --eval-*, --seed, --capture-video
+    eval_episodes: int = 10  # episodes that --evaluate plays
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
+    capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos
+    track: bool = False  # log to Weights & Biases too
+    wandb_project_name: str = "ppo"  # project for --track
+    wandb_entity: str | None = None  # team for --track; None: your default
+    # --- environment
+    env_id: str = "CartPole-v1"  # a gymnasium id with Discrete, MultiDiscrete or Box actions
+    total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
+    num_envs: int = 8  # environments stepped side by side (N)
+    async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
+    norm_obs: bool = True  # normalise vectors by their running mean and standard deviation, clip to +-10
+    norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
+    mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
+    # --- memory and policy
+    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on CPU the lstm is several times faster (fused kernels)
+    hidden_size: int = 128  # units of the memory (H)
+    separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
+    log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
+    state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
+    log_std_min: float | None = None  # Box: lower bound of log_std in sampling, log-probability, entropy; None: none
+    log_std_max: float | None = None  # Box: upper bound; None: none
+    # --- PPO
+    num_steps: int = 128  # steps of each environment per iteration (T)
+    learning_rate: float = 2.5e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
+    gamma: float = 0.99  # discount factor, 0 to 1
+    gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
+    num_minibatches: int = 4  # minibatches per epoch, each of whole environments; must divide num_envs
+    update_epochs: int = 4  # passes over the batch of an iteration
+    norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
+    recompute_advantages: bool = True  # values, advantages, returns from the current critic before each later epoch
+    clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
+    anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
+    clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
+    vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
+    max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
+    target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
+    desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
+
+
+def fail(message, code=2):
+    """End with one line. Code 2: wrong input, nothing has been written; code 1: something broke during the run."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def parse_args(argv=None, default=None):
+    """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
+    for field in dataclasses.fields(Args):
+        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
+        if field.type is bool:
+            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
+            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
+        elif field.type is int:  # 1e6, 64.0
+            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
+            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
+    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
+
+
+def check_args(args):
+    """Refuse what cannot work, before anything is made."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.type is int and field.name != "seed" and value < 1:
+            fail(f"{flag} must be at least 1, not {value}")
+        if field.type in (float, float | None) and value is not None and not math.isfinite(value):
+            fail(f"{flag} must be a finite number, not {value}")
+        if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
+            fail(f"{flag} must be between 0 and 1, not {value}")
+        if field.name.endswith(("seed", "_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
+            fail(f"{flag} must not be negative, not {value}")
+    if args.num_envs % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {args.num_envs}: they are whole columns")
+    if None not in (args.log_std_min, args.log_std_max) and args.log_std_min > args.log_std_max:
+        fail(f"--log-std-min {args.log_std_min} is above --log-std-max {args.log_std_max}")
+    if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
+        fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
+    try:
+        torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
+
+
+def quiet_mujoco():
+    """Without this mujoco prints a deprecation, and writes MUJOCO_LOG.TXT, for every HalfCheetah that is made."""
+    try:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    except (ImportError, AttributeError):
+        pass
+
+
+def is_image(space):
+    """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
+    is_uint8 = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
+    return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36
+
+
+def make_envs(args):
+    """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
+    the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
+    quiet_mujoco()
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    make = partial(gym.make_vec, args.env_id, args.num_envs, "async" if args.async_envs else "sync")
+    make = partial(make, vector_kwargs={"autoreset_mode": same_step})
+    try:
+        envs = make()
+        obs_space = envs.single_observation_space
+        if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
+            envs.close()
+            envs = make(wrappers=[gym.wrappers.FlattenObservation])
+    except (gym.error.Error, ImportError, ValueError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    if envs.metadata["autoreset_mode"] != same_step:
+        fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        fail(f"{args.env_id} has observations that cannot be flattened into a vector of one size")
+    if not isinstance(envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.Box)):
+        kind = type(envs.single_action_space).__name__
+        fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or Box is needed")
+    return envs
+
+
+def read_action_masks(infos, num_envs, action_sizes):
+    """infos["action_mask"] of a vector environment -> (N, A) bool: what each may do next.
+
+    A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple with an array for each dimension; an
+    environment without one allows everything."""
+    masks = np.ones((num_envs, sum(action_sizes)), dtype=bool)
+    for n in np.flatnonzero(infos.get("_action_mask", False)):
+        mask = np.hstack(infos["action_mask"][n])
+        if mask.shape != masks[n].shape:
+            fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}', 1)
+        masks[n] = mask
+    if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
+        fail('infos["action_mask"] forbids every choice in some dimension of the action', 1)
+    return masks
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of all rows seen so far (Chan et al. 1979), as buffers, so that state_dict has them."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
+        self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
+
+    def update(self, x):
+        """x: (N, *shape), any type of number"""
+        x = x.double()
+        delta, total = x.mean(0) - self.mean, self.count + len(x)
+        between = delta.square() * self.count * len(x) / total
+        self.var.copy_((self.var * self.count + x.var(0, correction=0) * len(x) + between) / total)
+        self.mean.add_(delta * len(x) / total)
+        self.count.copy_(total)
+
+
+def layer_init(layer, std=2**0.5):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(input_size, output_size, std):
+    hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), std))
+
+
+class NatureCNN(nn.Module):
+    """The convolutional network of Mnih et al. (2015): uint8 images (..., *shape) -> features (..., 512)."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.channels_last = shape[0] != min(shape)
+        channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
+        height, width = [(((x - 8) // 4 + 1 - 4) // 2 + 1) - 2 for x in pixels]
+        layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
+        layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
+        layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
+        self.layers = nn.Sequential(*layers, layer_init(nn.Linear(64 * height * width, 512)), nn.ReLU())
+
+    def forward(self, images):
+        x = images.movedim(-1, -3) if self.channels_last else images
+        return self.layers(x.reshape(-1, *x.shape[-3:]) / 255.0).reshape(*images.shape[:-3], 512)
+
+
+class Memory(nn.Module):
+    """An LSTM or a GRU. The state of an environment is one row of S numbers: the hidden state (GRU, S = H), or hidden
+    and cell state behind each other (LSTM, S = 2 H); zeros at the start of an episode."""
+
+    def __init__(self, cell, input_size, hidden_size):
+        super().__init__()
+        self.is_lstm = cell == "lstm"
+        self.cell = (nn.LSTMCell if self.is_lstm else nn.GRUCell)(input_size, hidden_size)
+        self.state_size = hidden_size * (2 if self.is_lstm else 1)
+        for name, parameter in self.cell.named_parameters():
+            nn.init.orthogonal_(parameter) if "weight" in name else nn.init.zeros_(parameter)
+
+    def step(self, inputs, state):
+        """One time step of N environments: inputs (N, I), state (N, S) -> output (N, H), next state (N, S)"""
+        state = self.cell(inputs, state.chunk(2, -1) if self.is_lstm else state)
+        return (state[0], torch.cat(state, -1)) if self.is_lstm else (state, state)
+
+    def unroll(self, inputs, episode_starts, state):
+        """T steps of n environments: inputs (T, n, I), episode_starts (T, n) bool, state (n, S) before the first step
+        -> outputs (T, n, H), those of `step` with the state set to zero wherever an episode starts.
+
+        One call of the kernel behind nn.LSTM or nn.GRU does it. Before every start a step is put in that sets the state
+        to zero: an extra input, 1 in these steps only, shuts the gates that matter. sigmoid(-1e9) is exactly 0, and so
+        is what goes through a shut gate, forwards and backwards."""
+        T, n = episode_starts.shape
+        rows = torch.arange(T, device=inputs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n) where steps go
+        place = (rows * n + torch.arange(n, device=inputs.device)).flatten()  # (T * n,)
+        x = inputs.new_zeros((int(rows[-1].max()) + 1) * n, inputs.shape[2] + 1)
+        x[:, -1] = 1.0
+        x = x.index_copy(0, place, nn.functional.pad(inputs.flatten(0, 1), (0, 1))).unflatten(0, (-1, n))
+
+        weight_ih, weight_hh, bias_ih, bias_hh = self.cell.parameters()
+        shut = bias_ih.new_full((self.cell.hidden_size,), -1e9)
+        if self.is_lstm:  # state = forget * state + input * candidate; output * tanh(state)
+            kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
+            hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]
+        else:  # state = update * state + (1 - update) * candidate, with a candidate of tanh(0)
+            kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]  # reset, update, candidate
+            hx = state.unsqueeze(0)
+        weights = [torch.cat([weight_ih, torch.cat(gates).unsqueeze(1)], 1), weight_hh, bias_ih, bias_hh]
+        # Has biases, 1 layer, no dropout, needs gradients, not bidirectional, time first.
+        outputs, *_ = kernel(x, hx, weights, True, 1, 0.0, torch.is_grad_enabled(), False, False)
+        return outputs.flatten(0, 1).index_select(0, place).unflatten(0, (T, n))
+
+
+class Agent(nn.Module):
+    """Memory (one, or one each for actor and critic), actor and critic behind it, and the statistics of what they see.
+
+    `remember` (one step) and `replay` (columns of a rollout) turn observations that `normalize_obs` has normalised into
+    features (..., F), from which actor and critic read; `predict` takes observations as they come."""
+
+    def __init__(self, obs_shape, action, args):
+        """action: {"sizes", "start"} of a Discrete or MultiDiscrete space, {"low", "high"} of a Box, shaped like it"""
+        super().__init__()
+        self.args = args
+        for name, array in action.items():
+            self.register_buffer(f"action_{name}", torch.as_tensor(array))
+        self.is_discrete = "sizes" in action
+        self.action_shape = (self.action_sizes if self.is_discrete else self.action_low).shape
+        self.sizes = self.action_sizes.flatten().tolist() if self.is_discrete else []  # of the K dimensions
+        outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
+        self.obs_rms = RunningMeanStd(obs_shape)
+        self.return_rms = RunningMeanStd((1,))
+        self.sees_images = len(obs_shape) == 3
+        self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
+        input_size = 512 if self.sees_images else obs_shape[0]
+        self.memories = nn.ModuleList(
+            Memory(args.cell, input_size, args.hidden_size) for _ in range(1 + args.separate_critic_rnn)
+        )
+        if self.sees_images:
+            self.critic = layer_init(nn.Linear(args.hidden_size, 1), std=1.0)
+            self.actor = layer_init(nn.Linear(args.hidden_size, outputs), std=0.01)
+        else:
+            self.critic = mlp(args.hidden_size, 1, std=1.0)
+            self.actor = mlp(args.hidden_size, outputs, std=0.01)
+        if not self.is_discrete and not args.state_dependent_std:
+            self.log_std = nn.Parameter(torch.full((outputs,), float(args.log_std_init)))
+
+    def normalize_obs(self, raw_obs):
+        """(..., *D) of any number type -> (..., *D) float32; images stay as they are"""
+        if self.sees_images:
+            return raw_obs
+        if not self.args.norm_obs:
+            return raw_obs.float()
+        return ((raw_obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def initial_state(self, num_envs):
+        """The state (N, S) in which episodes start: zeros."""
+        return self.obs_rms.mean.new_zeros(num_envs, sum(m.state_size for m in self.memories), dtype=torch.float32)
+
+    def remember(self, obs, state):
+        """One time step: obs (N, *D), state (N, S) -> features (N, F), next state (N, S)"""
+        inputs = self.encoder(obs)
+        steps = [m.step(inputs, s) for m, s in zip(self.memories, state.chunk(len(self.memories), -1))]
+        return tuple(torch.cat(parts, -1) for parts in zip(*steps))
+
+    def replay(self, obs, episode_starts, state):
+        """T time steps: obs (T, n, *D), episode_starts (T, n), state before the first (n, S) -> features (T, n, F)"""
+        inputs = self.encoder(obs)
+        states = state.chunk(len(self.memories), -1)
+        return torch.cat([m.unroll(inputs, episode_starts, s) for m, s in zip(self.memories, states)], -1)
+
+    def get_value(self, features):
+        """(..., F) -> (...)"""
+        return self.critic(features.chunk(len(self.memories), -1)[-1]).squeeze(-1)
+
+    def get_log_probs(self, features, action_mask=None):
+        """Discrete: (..., F), action_mask (..., A) bool or None -> a list of K log-probabilities (..., size)"""
+        logits = self.actor(features.chunk(len(self.memories), -1)[0])
+        if action_mask is not None:  # exp of this is exactly 0, and its product with 0 is 0, as it would not be for inf
+            logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
+        return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
+
+    def get_mean_and_log_std(self, features):
+        """Box: (..., F) -> mean (..., A), log_std (..., A)"""
+        mean = self.actor(features.chunk(len(self.memories), -1)[0])
+        if self.args.state_dependent_std:
+            mean, log_std = mean.chunk(2, dim=-1)
+            log_std = log_std + self.args.log_std_init
+        else:
+            log_std = self.log_std.expand_as(mean)
+        if self.args.log_std_min is not None or self.args.log_std_max is not None:
+            log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
+        return mean, log_std
+
+    def get_action_and_value(self, features, action=None, action_mask=None):
+        """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).
+
+        Both distributions are written out: the objects of torch.distributions cost more than these networks."""
+        if self.is_discrete:
+            log_probs = self.get_log_probs(features, action_mask)
+            if action is None:  # Gumbel-max: the largest of log_prob + noise is a sample
+                action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
+            log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
+            entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)
+        else:
+            mean, log_std = self.get_mean_and_log_std(features)
+            if action is None:
+                action = mean + log_std.exp() * torch.randn_like(mean)
+            z = (action - mean) / log_std.exp()
+            log_prob = -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+            entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        return action, log_prob, entropy, self.get_value(features)
+
+    def to_env_action(self, action):
+        """(N, K or A) -> (N, *shape of the action space): clipped to the bounds, or counted from the space's start"""
+        action = action.reshape(len(action), *self.action_shape)
+        return action + self.action_start if self.is_discrete else action.clamp(self.action_low, self.action_high)
+
+    @torch.no_grad()
+    def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
+        """Raw observation(s) (*D) or (N, *D), state as it came from the last call, None at the start of an episode,
+        mask(s) (A,) or (N, A) or None -> action(s) for the environment, next state."""
+        obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
+        batch = obs.shape[: obs.ndim - self.obs_rms.mean.ndim]  # () or (N,)
+        obs = obs.reshape(-1, *self.obs_rms.mean.shape)
+        features, state = self.remember(obs, self.initial_state(len(obs)) if state is None else state)
+        if action_mask is not None:
+            action_mask = torch.as_tensor(action_mask, dtype=torch.bool, device=obs.device).reshape(len(obs), -1)
+        if not deterministic:
+            action = self.get_action_and_value(features, action_mask=action_mask)[0]
+        elif self.is_discrete:
+            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(features, action_mask)], -1)
+        else:
+            action = self.get_mean_and_log_std(features)[0]
+        return self.to_env_action(action).reshape(batch + self.action_shape).cpu().numpy()[()], state
+
+
+def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
+    """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
+
+    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, 0 after an end, from one rollout to the next; it and
+    return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
+    normalized = torch.empty_like(rewards)
+    for t, (reward, end) in enumerate(zip(rewards, ended)):
+        return_rms.update(discounted_returns.mul_(gamma).add_(reward).unsqueeze(-1))
+        normalized[t] = (reward / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10)
+        discounted_returns.masked_fill_(end, 0.0)
+    return normalized
+
+
+def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
+    terminated. next_values[t] is the value of the observation that really followed transition t: of the final
+    observation where the episode was truncated, anything where it terminated."""
+    next_values = next_values.masked_fill(terminations, 0.0)
+    deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
+    advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
+    advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
+    for t in reversed(range(len(deltas) - 1)):
+        advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations, state):
+    """Features of a whole rollout for estimate_advantages: of obs (T, N, *D), last_obs (N, *D), final_obs (E, *D).
+
+    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Every final
+    observation is put into its column behind the last one of its episode: the memory is still that of the episode, and
+    what follows starts another."""
+    T, N = truncations.shape
+    columns = torch.arange(N, device=obs.device)
+    rows = torch.arange(T + 1, device=obs.device).unsqueeze(1).repeat(1, N)
+    rows[1:] += truncations.cumsum(0)  # (T + 1, N) where the observations go, last_obs included
+    final_rows, final_columns = rows[:-1][truncations] + 1, truncations.nonzero()[:, 1]
+    length = int(rows.max()) + 1
+    all_obs, all_starts = obs.new_zeros(length, *last_obs.shape), episode_starts.new_ones(length, N)
+    all_obs[rows, columns] = torch.cat([obs, last_obs.unsqueeze(0)])
+    all_obs[final_rows, final_columns] = final_obs
+    all_starts[rows, columns] = episode_starts
+    all_starts[final_rows, final_columns] = False
+    features = agent.replay(all_obs, all_starts, state)
+    return features[rows[:-1], columns], features[rows[-1], columns], features[final_rows, final_columns]
+
+
+@torch.no_grad()
+def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
+    """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
+
+    obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
+    ended in, in the order of truncations.nonzero()."""
+    values = agent.get_value(obs)
+    next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
+    next_values[truncations] = agent.get_value(final_obs)
+    return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
+
+
+def clipped_policy_loss(log_ratio, advantages, clip_coef):
+    """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
+    ratio = log_ratio.exp()
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
+
+
+def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
+    """0.5 * mean squared error over (M,). With clip_coef, the larger of the squared error and that of the new value
+    moved to within clip_coef of the old one (baselines)."""
+    errors = (new_values - returns).square()
+    if clip_coef is not None:
+        near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (near_values - returns).square())
+    return 0.5 * errors.mean()
+
+
+def ppo_loss(
+    agent, args, clip_scale, mb_features, mb_actions, mb_log_probs, mb_values, mb_advantages, mb_returns, mb_masks
+):
+    """Loss of a minibatch, and its metrics by name. clip_scale is what --anneal-clip leaves of the clip ranges."""
+    _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_features, mb_actions, mb_masks)
+    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
+    if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
+        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+    clip_coef, vf_clip_coef = clip_scale * args.clip_coef, None
+    if args.clip_vloss:
+        vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
+    policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
+    value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
+    metrics = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy.mean(),
+        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
+        "clipfrac": (log_ratio.expm1().abs() > clip_coef).float().mean(),
+    }
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+
+def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
+    """Tensors in and out: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). The KL of the first
+    minibatch of an iteration, 0 up to rounding, says nothing and changes nothing."""
+    lower = (learning_rate / 1.5).clamp(min=1e-5)
+    higher = (learning_rate * 1.5).clamp(max=1e-2)
+    too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
+    return torch.where(approx_kl > 2 * desired_kl, lower, torch.where(too_small, higher, learning_rate))
+
+
+def explained_variance(values, returns):
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
+
+
+def make_compiler(args, device):
+    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing."""
+    if args.compile:
+        options = {"fallback_random": True}  # the random numbers of eager mode
+        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+        try:
+            torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
+            return lambda function: torch.compile(function, dynamic=False, options=options)
+        except Exception as error:  # most often there is no C++ compiler
+            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+    return lambda function: function
+
+
+def make_run_dir(args):
+    """A new folder for the run, with a copy of this script."""
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+    try:
+        Path(args.runs_dir, name).mkdir(parents=True)
+        shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
+    except OSError as error:
+        fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
+    return Path(args.runs_dir, name)
+
+
+def open_episodes(run_dir, global_step):
+    """episodes.csv, open for appending, and its returns, without the rows a killed run left after its checkpoint."""
+    path, header = run_dir / "episodes.csv", ["global_step", "episodic_return", "episodic_length", "seconds"]
+    rows = [row for row in csv.reader(path.open()) if len(row) == 4 and row != header] if path.exists() else []
+    rows = [row for row in rows if int(row[0]) <= global_step]
+    with open(run_dir / "episodes.tmp", "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header] + rows)
+    os.replace(run_dir / "episodes.tmp", path)
+    return path.open("a", newline=""), [float(row[1]) for row in rows]
+
+
+def save_checkpoint(run_dir, checkpoint):
+    """Replaces checkpoint.pt in one step: a kill or a full disk leaves either the new one or the one before, whole."""
+    try:
+        torch.save(checkpoint, run_dir / "checkpoint.tmp")
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"cannot write a checkpoint into {run_dir}, the one before is kept: {error}", code=1)
+
+
+def load_checkpoint(run_dir):
+    """The checkpoint of a run folder, "args" in it as Args and "agent" as the trained Agent, on the CPU. Only tensors
+    and plain values are read: no code in it can run."""
+    path = Path(run_dir, "checkpoint.pt")
+    if not path.is_file():
+        fail(f"there is no {path}: give a run folder")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script, state = str(checkpoint["script"]), checkpoint["agent"]
+        if script == "ppo_rnn":
+            args = Args(**checkpoint["args"])
+            action = {name[len("action_") :]: tensor for name, tensor in state.items() if name.startswith("action_")}
+            agent = Agent(state["obs_rms.mean"].shape, action, args)
+            agent.load_state_dict(state)
+            return checkpoint | {"args": args, "agent": agent}
+    except Exception as error:  # damage shows itself in many ways
+        fail(f"{path} is damaged, or of another version: {type(error).__name__}")
+    fail(f"{path} is from {script}.py")
+
+
+def load_agent(run_dir):
+    """The trained agent of a run folder, with its statistics: action, state = load_agent("runs/NAME").predict(obs)."""
+    return load_checkpoint(run_dir)["agent"]
+
+
+def make_evaluation_env(env_id, draw):
+    """One environment; with `draw` it has already shown that it can draw itself."""
+    quiet_mujoco()
+    try:
+        env = gym.make(env_id, **({"render_mode": "rgb_array"} if draw else {}))
+        if not is_image(env.observation_space):
+            env = gym.wrappers.FlattenObservation(env)
+        env.reset()
+        if draw:
+            env.render()
+        return env
+    except Exception as error:  # no such environment; no display, no library that draws, nothing to draw
+        hint = " to draw for --capture-video (for mujoco try MUJOCO_GL=egl)" if draw else ""
+        fail(f"cannot make {env_id}{hint}: {error}")
+
+
+def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
+    """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
+    env = make_evaluation_env(env_id, draw=video_dir is not None)
+    if video_dir:
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+    episodic_returns = np.zeros(episodes)
+    for episode in range(episodes):
+        obs, infos = env.reset(seed=seed + episode)
+        ended, state = False, None
+        while not ended:
+            has_mask = "action_mask" in infos and agent.args.mask_actions
+            mask = np.hstack(infos["action_mask"]) if has_mask else None
+            action, state = agent.predict(obs, state, deterministic, mask)
+            obs, reward, terminated, truncated, infos = env.step(action)
+            episodic_returns[episode] += reward
+            ended = terminated or truncated
+    env.close()
+    return episodic_returns
+
+
+def train(args, stop_signals=()):
+    """Train an agent; return it and its run folder. Bad input prints one line and raises SystemExit.
+
+    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
+    and the last one."""
+    # ------------------------------------------------------------------------------------------------ setup
+    check_args(args)
+    T, N, B = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    num_iterations = args.total_timesteps // B
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
+
+    envs = make_envs(args)
+    if args.capture_video:
+        make_evaluation_env(args.env_id, draw=True).close()
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if isinstance(action_space, gym.spaces.Box):
+        action = {"low": action_space.low, "high": action_space.high}
+    else:
+        sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
+        action = {"sizes": sizes, "start": action_space.start}
+    agent = Agent(obs_space.shape, action, args)
+    large = agent.sees_images or B // args.num_minibatches >= 4096
+    auto_device = "cuda" if torch.cuda.is_available() and large else "cpu"
+    device = torch.device(auto_device if args.device == "auto" else args.device)
+    if not agent.sees_images:
+        torch.set_num_threads(1)  # these networks are too small for more
+    agent.to(device)
+    # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
+    parameters = list(agent.parameters())
+    flat_parameters = parameters_to_vector(parameters).detach()
+    vector_to_parameters(flat_parameters, parameters)
+    # A learning rate that is a tensor can change without compiling the step again.
+    lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
+    optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
+    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
+    clip_scale = torch.ones((), device=device)
+
+    iteration, global_step, seconds_before = 0, 0, 0.0
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume)
+        networks = ("cell", "hidden_size", "separate_critic_rnn", "state_dependent_std")
+        for name in ("env_id", "num_envs", "num_steps", *networks):
+            old, new = getattr(checkpoint["args"], name), getattr(args, name)
+            if old != new:
+                fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
+        agent.load_state_dict(checkpoint["agent"].state_dict())
+        (group,) = checkpoint["optimizer"]["param_groups"]
+        group |= {"capturable": on_cuda, "lr": lr.copy_(group["lr"])}  # the checkpoint may be from another device
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        lr = optimizer.param_groups[0]["lr"]
+        torch.set_rng_state(checkpoint["rng_state"])
+        if on_cuda and checkpoint["cuda_rng_state"] is not None:
+            torch.cuda.set_rng_state(checkpoint["cuda_rng_state"], device)
+        iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
+
+    compiled = make_compiler(args, device)
+
+    @compiled
+    @torch.no_grad()
+    def act(raw_obs, episode_starts, state, action_mask):
+        """raw_obs (N, *D), episode_starts (N,), state (N, S), action_mask (N, A) -> obs (N, *D), action (N, K or A),
+        log_prob (N,), next state (N, S)"""
+        if args.norm_obs and not agent.sees_images:
+            agent.obs_rms.update(raw_obs)
+        obs = agent.normalize_obs(raw_obs)
+        features, state = agent.remember(obs, state.masked_fill(episode_starts.unsqueeze(1), 0.0))
+        action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
+        return obs, action, log_prob, state
+
+    @compiled
+    def compute_loss(*minibatch):
+        return ppo_loss(agent, args, clip_scale, *minibatch)
+
+    def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
+        # The replay is not compiled: runs have other lengths in every minibatch, each of which would compile it anew.
+        features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
+        loss, metrics = compute_loss(features, *(x.flatten(0, 1) for x in minibatch))
+        return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
+
+    @compiled
+    @torch.no_grad()
+    def apply_gradient(gradient, approx_kl):
+        flat_parameters.grad = gradient
+        if args.max_grad_norm > 0:
+            clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
+        if args.desired_kl is not None:
+            lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
+        adam_step(optimizer)
+
+    # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    print(f"{run_dir}: {num_iterations} iterations of {N} x {T} steps on {device}", flush=True)
+    (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+    episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+    recent_returns = deque(earlier_returns, maxlen=100)
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+    if args.track:
+        import wandb
+
+        run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+        try:
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
+        except wandb.errors.Error as error:
+            fail(f"--track: {error}", code=1)
+
+    # ------------------------------------------------------------------------------------------------ storage
+    obs_type = torch.uint8 if agent.sees_images else torch.float32
+    obs = torch.zeros(T, N, *obs_space.shape, dtype=obs_type, device=device)
+    if agent.is_discrete:
+        actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
+    else:
+        actions = torch.zeros(T, N, agent.action_low.numel(), device=device)
+    action_masks = torch.ones(T, N, sum(agent.sizes), dtype=torch.bool, device=device)
+    log_probs = torch.zeros(T, N, device=device)
+    rewards = torch.zeros(T, N, device=device)
+    terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    episode_starts = torch.ones(
+        T + 1, N, dtype=torch.bool, device=device
+    )  # [t] belongs to obs[t], [T] to what comes next
+    state = agent.initial_state(N)
+    discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
+    episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+
+    # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds.
+    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(N)
+    next_obs, infos = envs.reset(seed=seeds.tolist())
+    start_time, start_step = time.time(), global_step
+    progress = tqdm(total=num_iterations * B, initial=global_step, unit="step", unit_scale=True, disable=None)
+
+    while iteration < num_iterations:
+        iteration += 1
+        remaining = 1.0 - (iteration - 1) / num_iterations
+        if args.desired_kl is None:
+            lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
+        if args.anneal_clip:
+            clip_scale.fill_(remaining)
+
+        # -------------------------------------------------------------------------------------------- rollout
+        episodes, final_obs, first_state = [], [obs[0, :0]], state
+        episode_starts[0] = episode_starts[T]
+        for t in range(T):
+            if agent.is_discrete and args.mask_actions and "action_mask" in infos:
+                action_masks[t] = torch.from_numpy(read_action_masks(infos, N, agent.sizes))
+            else:
+                action_masks[t] = True
+            raw_obs = torch.from_numpy(next_obs).to(device)
+            obs[t], actions[t], log_probs[t], state = act(raw_obs, episode_starts[t], state, action_masks[t])
+            env_actions = agent.to_env_action(actions[t]).cpu().numpy()
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+            rewards[t] = torch.from_numpy(reward)
+            terminations[t] = torch.from_numpy(terminated)
+            truncations[t] = torch.from_numpy(truncated)
+            episode_starts[t + 1] = torch.from_numpy(terminated | truncated)
+
+            global_step += N
+            episode_returns += reward
+            episode_lengths += 1
+            if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
+                fail(
+                    f"{args.env_id} gave NaN or infinity in step {global_step}; the last checkpoint, if any, is kept", 1
+                )
+            if truncated.any():
+                raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
+                final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
+            for n in np.flatnonzero(terminated | truncated):
+                seconds = seconds_before + time.time() - start_time
+                episodes.append((global_step, episode_returns[n], episode_lengths[n], seconds))
+                episode_returns[n] = episode_lengths[n] = 0
+
+        # -------------------------------------------------------------------------------------------- advantages
+        if args.norm_reward:
+            ended = terminations | truncations
+            rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
+        last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))
+        rollout = (obs, last_obs, torch.cat(final_obs), episode_starts, truncations, first_state)
+        outcome = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
+        values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
+        old_values, old_returns = values, returns
+
+        # -------------------------------------------------------------------------------------------- update
+        all_metrics, stop_update = [], False
+        for epoch in range(args.update_epochs):
+            if epoch > 0 and args.recompute_advantages:
+                values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
+            # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
+            for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):
+                tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
+                gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
+                all_metrics.append(metrics)
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
+                if stop_update:
+                    break
+                apply_gradient(gradient, metrics["approx_kl"])
+            if stop_update:
+                break
+
+        # -------------------------------------------------------------------------------------------- log
+        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean().item() for name in metrics}
+        if not math.isfinite(sum(scalars.values())):
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+        scalars["losses/explained_variance"] = explained_variance(old_values, old_returns).item()
+        scalars["charts/learning_rate"] = lr.item()
+        scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        for step, episodic_return, episodic_length, seconds in episodes:
+            csv.writer(episodes_file, lineterminator="\n").writerow(
+                (step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}")
+            )
+            writer.add_scalar("charts/episodic_return", episodic_return, step)
+            writer.add_scalar("charts/episodic_length", episodic_length, step)
+            recent_returns.append(episodic_return)
+        episodes_file.flush()
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        if args.track:
+            if episodes:
+                scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
+                scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
+            wandb.log(scalars, step=global_step)
+        mean_return = np.mean(recent_returns) if recent_returns else math.nan
+        progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+        progress.update(B)
+        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
+            sps = scalars["charts/SPS"]
+            print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
+
+        # -------------------------------------------------------------------------------------------- checkpoint
+        stopping = bool(stop_signals)  # asked once: a signal that comes later than this waits for the next iteration
+        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopping:
+            writer.flush()  # what comes before the checkpoint is on disk, what comes after it is purged on --resume
+            save_checkpoint(
+                run_dir,
+                {
+                    "script": "ppo_rnn",
+                    "args": vars(args),
+                    "agent": agent.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "rng_state": torch.get_rng_state(),
+                    "cuda_rng_state": torch.cuda.get_rng_state(device) if on_cuda else None,
+                    "iteration": iteration,
+                    "global_step": global_step,
+                    "seconds": seconds_before + time.time() - start_time,
+                },
+            )
+        if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
+            videos, name = run_dir / "videos", f"step-{global_step}"
+            evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, videos, name)
+        if stopping:
+            break
+
+    for resource in (progress, envs, writer, episodes_file):
+        resource.close()
+    if args.track:
+        wandb.finish()
+    if iteration < num_iterations:
+        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
+        raise SystemExit(128 + stop_signals[0])
+    mean_return = np.mean(recent_returns) if recent_returns else math.nan
+    print(f"mean return of the last {len(recent_returns)} episodes: {mean_return:.1f}   {run_dir}")
+    return agent, run_dir
+
+
+def main():
+    args = parse_args()
+    if args.evaluate:
+        check_args(args)
+        checkpoint = load_checkpoint(args.evaluate)
+        args, env_id = parse_args(default=checkpoint["args"]), checkpoint["args"].env_id
+        video_dir, deterministic = (
+            Path(args.evaluate, "videos") if args.capture_video else None,
+            args.eval_deterministic,
+        )
+        returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
+        print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
+        print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
+        return
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once.
+    stop_signals, handled = [], (signal.SIGINT, signal.SIGTERM)
+
+    def request_stop(number, frame):
+        stop_signals.append(number)
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in handled:
+        signal.signal(number, request_stop)
+    train(parse_args(default=load_checkpoint(args.resume)["args"]) if args.resume else args, stop_signals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,572 @@
+"""What only ppo_rnn.py has: a memory, its state between steps, rollouts and episodes, and the replay in the update."""
+
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import test_discrete  # registers environments with masks and with images  # noqa: F401
+import torch
+from conftest import SMALL, golden
+from torch import nn
+
+import ppo_rnn as script
+
+BOTH_CELLS = pytest.mark.parametrize("cell", ["lstm", "gru"])
+
+
+@pytest.fixture
+def args(tmp_path):
+    return lambda **changes: script.Args(**{"runs_dir": str(tmp_path), "hidden_size": 8} | SMALL | changes)
+
+
+def make_agent(kind="discrete", obs_size=3, **changes):
+    """An agent with actions of two dimensions, whose memory and policy are not small."""
+    torch.manual_seed(0)
+    high = np.ones(2, np.float32)
+    action = (
+        {"sizes": np.array([3, 2]), "start": np.array([0, 1])} if kind == "discrete" else {"low": -high, "high": high}
+    )
+    agent = script.Agent((obs_size,), action, script.Args(**{"hidden_size": 8} | changes))
+    for parameter in agent.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return agent
+
+
+def some_actions(kind, *shape):
+    return torch.randint(2, (*shape, 2)) if kind == "discrete" else torch.randn(*shape, 2)
+
+
+# ---------------------------------------------------------------------------------------------------- replay
+
+
+def starts_at(T, n, *places):
+    starts = torch.zeros(T, n, dtype=torch.bool)
+    for place in places:
+        starts[place] = True
+    return starts
+
+
+T, n = 13, 4
+STARTS = {
+    "none": starts_at(T, n),
+    "first step": starts_at(T, n, 0),
+    "last step": starts_at(T, n, T - 1),
+    "first and last step": starts_at(T, n, 0, T - 1),
+    "every environment at once": starts_at(T, n, 5),
+    "one environment, two in a row": starts_at(T, n, (6, 2), (7, 2)),
+    "every step": starts_at(T, n, slice(None)),
+    "every step of one environment": starts_at(T, n, (slice(None), 1)),
+    "often": torch.rand(T, n, generator=torch.Generator().manual_seed(1)) < 0.4,
+    "seldom": torch.rand(T, n, generator=torch.Generator().manual_seed(2)) < 0.08,
+}
+
+
+def step_by_step(agent, obs, starts, state):
+    """Features of a rollout as acting has them: one time step after the other."""
+    features = []
+    for t in range(len(obs)):
+        state = torch.where(starts[t].unsqueeze(1), 0.0, state)
+        output, state = agent.remember(obs[t], state)
+        features.append(output)
+    return torch.stack(features)
+
+
+@BOTH_CELLS
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("kind", ["discrete", "box"])
+@pytest.mark.parametrize("where", STARTS)
+def test_replay_is_step_by_step(where, kind, separate, cell):
+    """Log-probabilities, values and the gradients of both, in all parameters and in the state before the rollout."""
+    agent, starts = make_agent(kind, cell=cell, separate_critic_rnn=separate), STARTS[where]
+    obs, actions = torch.randn(T, n, 3), some_actions(kind, T, n)
+    state = torch.randn(n, agent.initial_state(n).shape[1], requires_grad=True)
+    weights = torch.randn(3, T, n)  # another weight for every number, so that none can stand in for another
+    results = []
+    for features in (agent.replay(obs, starts, state), step_by_step(agent, obs, starts, state)):
+        _, log_prob, entropy, value = agent.get_action_and_value(features, actions)
+        assert log_prob.shape == value.shape == (T, n)
+        loss = (weights * torch.stack([log_prob, entropy, value])).sum() / (T * n)
+        parameters = [*agent.parameters(), state]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        assert any(gradient.abs().max() > 0.01 for gradient in gradients)
+        results.append((log_prob, value, entropy, *gradients))
+    for replayed, stepped in zip(*results):
+        torch.testing.assert_close(replayed, stepped, atol=1e-5, rtol=1e-5)
+
+
+@BOTH_CELLS
+def test_long_rollouts_take_one_call(cell):
+    """The same for 200 steps of environments that start seldom or always, in one call of the kernel, and nearly in the
+    time of as many steps as there are."""
+    agent, calls = make_agent(cell=cell), []
+    obs, state = torch.randn(200, 6, 3), torch.randn(6, agent.initial_state(1).shape[1])
+    starts = torch.rand(200, 6) < torch.tensor([0.0, 0.005, 0.01, 0.02, 0.05, 0.1])
+    kernel = getattr(torch, cell)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, cell, lambda x, *rest: (calls.append(x.shape), kernel(x, *rest))[1])
+        features = agent.replay(obs, starts, state)
+        agent.replay(obs, starts | True, state)
+    torch.testing.assert_close(features, step_by_step(agent, obs, starts, state), atol=1e-5, rtol=1e-5)
+    assert [tuple(shape[:2]) for shape in calls] == [(200 + int(starts.sum(0).max()), 6), (400, 6)]
+
+
+@BOTH_CELLS
+def test_reset_is_exact(cell):
+    """Nothing of the time before a start comes through it, however large states and weights are: neither values nor
+    gradients."""
+    agent = make_agent(cell=cell)
+    for parameter in agent.memories[0].parameters():
+        parameter.data *= 30
+    obs, starts, state = 10 * torch.randn(T, n, 3), STARTS["every environment at once"], torch.randn(n, 16)[:, :8]
+    states = [100 * state.repeat(1, agent.initial_state(1).shape[1] // 8), agent.initial_state(n)]
+    states = [x.requires_grad_() for x in states]
+    one, two = (agent.replay(obs, starts, x)[5:] for x in states)
+    assert torch.equal(one, two)
+    assert not torch.autograd.grad(one.sum(), states[0])[0].any()
+
+
+def test_replay_sees_mistakes():
+    """The comparison above can fail: a state that is not reset, reset one step late, or in the wrong environment."""
+    agent, obs, state = make_agent(), torch.randn(T, n, 3), torch.randn(n, 16)
+    starts = STARTS["seldom"]
+    right = step_by_step(agent, obs, starts, state)
+    for wrong in (starts & False, starts.roll(1, 0), starts.roll(1, 1)):
+        assert (agent.replay(obs, wrong, state) - right).abs().max() > 0.01
+    assert (agent.replay(obs, starts, state.roll(1, 0)) - right).abs().max() > 0.01
+
+
+def test_golden_reset():
+    """Outputs and final state of an LSTM whose state is reset before some of the steps."""
+    inputs, expected = golden("lstm_done_reset")
+    memory = script.Memory("lstm", 2, 2).double()
+    weights = {name: inputs[name] for name in ("weight_ih", "weight_hh", "bias_ih")}
+    memory.cell.load_state_dict(weights | {"bias_hh": torch.zeros(8)})
+    x, starts = inputs["x"], inputs["dones_before"].bool()
+    state = torch.cat([inputs["h0"], inputs["c0"]], -1)
+    torch.testing.assert_close(memory.unroll(x, starts, state), expected["outputs"], atol=1e-9, rtol=0)
+    for t in range(len(x)):
+        output, state = memory.step(x[t], torch.where(starts[t].unsqueeze(1), 0.0, state))
+        torch.testing.assert_close(output, expected["outputs"][t], atol=1e-9, rtol=0)
+    torch.testing.assert_close(state, torch.cat([expected["h_final"], expected["c_final"]], -1), atol=1e-9, rtol=0)
+
+
+@BOTH_CELLS
+def test_without_episodes_longer_than_a_step_there_is_no_memory(cell):
+    """episode_starts all ones: every output is that of its observation alone, whatever the order and the state."""
+    agent, obs = make_agent(cell=cell), torch.randn(T, n, 3)
+    states = torch.randn(2, n, agent.initial_state(n).shape[1])
+    every = STARTS["every step"]
+    features, order = agent.replay(obs, every, states[0]), torch.randperm(T)
+    torch.testing.assert_close(agent.replay(obs[order], every, states[1]), features[order], atol=1e-6, rtol=0)
+    alone, _ = agent.remember(obs.flatten(0, 1), agent.initial_state(T * n))
+    torch.testing.assert_close(features.flatten(0, 1), alone, atol=1e-6, rtol=0)
+    (gradient,) = torch.autograd.grad(features.sum(), agent.memories[0].cell.weight_hh)
+    assert not gradient.any()
+
+
+def test_initialisation_of_the_memory():
+    """Orthogonal weights, zero biases, zero state."""
+    agent = script.Agent((3,), {"low": np.zeros(1), "high": np.ones(1)}, script.Args(separate_critic_rnn=True))
+    assert len(agent.memories) == 2 and not agent.initial_state(5).any() and agent.initial_state(5).shape == (5, 512)
+    for memory in agent.memories:
+        for weight in (memory.cell.weight_ih, memory.cell.weight_hh):
+            torch.testing.assert_close(weight.T @ weight, torch.eye(weight.shape[1]), atol=1e-5, rtol=0)
+        assert not memory.cell.bias_ih.any() and not memory.cell.bias_hh.any()
+
+
+@BOTH_CELLS
+def test_critic_with_a_memory_of_its_own(cell):
+    """Actor and critic read their own memory, in acting and in the update; without the flag they share one."""
+    for separate in (True, False):
+        agent = make_agent(cell=cell, separate_critic_rnn=separate)
+        features = agent.replay(torch.randn(T, n, 3), STARTS["often"], agent.initial_state(n))
+        actions, memories = some_actions("discrete", T, n), list(agent.memories)
+        _, log_prob, entropy, value = agent.get_action_and_value(features, actions)
+        for output, own, other in ((log_prob + entropy, memories[0], memories[-1]), (value, memories[-1], memories[0])):
+            touched, untouched = (
+                torch.autograd.grad(
+                    output.sum(), list(m.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+                for m in (own, other)
+            )
+            assert all(gradient.any() for gradient in touched)
+            assert separate != any(gradient.any() for gradient in untouched)
+
+
+# ---------------------------------------------------------------------------------------------------- rollouts
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What train() passes to, and gets from, the functions that matter: {name: [(arguments, result), ...]}"""
+    calls = {}
+
+    def spy(owner, name):
+        original, calls[name] = getattr(owner, name), []
+
+        def recorded(*arguments, **named):
+            result = original(*arguments, **named)
+            calls[name].append((arguments, result))
+            return result
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    for name in ("ppo_loss", "replay_rollout", "estimate_advantages"):
+        spy(script, name)
+    for name in ("remember", "replay", "get_action_and_value"):
+        spy(script.Agent, name)
+    return calls
+
+
+CHAIN = {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 24 * 5}
+
+
+@BOTH_CELLS
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("env_id", ["box/Chain-v0", "discrete/Chain-v0", "masks/Masked-v0", "images/First-v0"])
+def test_ratio_is_one_in_the_first_minibatch(args, monkeypatch, env_id, separate, cell):
+    """In every iteration, with episodes that span rollouts and end anywhere in them, moving observation statistics,
+    masks, images, and columns in a new order."""
+    original, ratios = script.ppo_loss, []
+
+    def spy(agent, args, clip_scale, features, actions, log_probs, values, advantages, returns, masks):
+        with torch.no_grad():
+            ratios.append((agent.get_action_and_value(features, actions, masks)[1] - log_probs).exp())
+        return original(agent, args, clip_scale, features, actions, log_probs, values, advantages, returns, masks)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    script.train(args(env_id=env_id, cell=cell, separate_critic_rnn=separate, learning_rate=0.01, **CHAIN))
+    assert len(ratios) == 5 * 2 * 2  # iterations, epochs, minibatches
+    for first in ratios[::4]:
+        assert (first - 1).abs().max() <= 1e-5
+    assert (ratios[3] - 1).abs().max() > 1e-3
+
+
+@BOTH_CELLS
+def test_state_is_carried(args, seen, cell):
+    """Through five rollouts: the state that a step finds is that which the step before it left, to the bit, with zeros
+    where an episode starts, whatever was bootstrapped in between; and every rollout knows the state it
+    began with."""
+    script.train(args(env_id="discrete/Chain-v0", cell=cell, **CHAIN))
+    before = [arguments[2] for arguments, _ in seen["remember"]]
+    after = [result[1] for _, result in seen["remember"]]
+    first_states = [arguments[-1] for arguments, _ in seen["replay_rollout"][:: SMALL["update_epochs"]]]
+    assert len(before) == 30 and len(first_states) == 5 and not before[0].any()
+    carried = torch.stack([(before[t] == after[t - 1]).all(1) for t in range(1, 30)])
+    reset = torch.stack([(before[t] == 0).all(1) for t in range(1, 30)])
+    assert (carried ^ reset).all() and reset.any(0).all() and carried.any(0).all()
+    for iteration in range(1, 5):
+        assert torch.equal(first_states[iteration], after[6 * iteration - 1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 6, 7])
+def test_state_is_reset_where_episodes_start(args, seen, monkeypatch, length):
+    """Episodes of one length: exactly their first steps find a state of zeros, also across rollouts of six steps."""
+    monkeypatch.setitem(gym.registry["box/Chain-v0"].kwargs, "lengths", (length,))
+    script.train(args(env_id="box/Chain-v0", **CHAIN))
+    zero = [(arguments[2] == 0).all(1).tolist() for arguments, _ in seen["remember"]]
+    assert zero == [[t % length == 0] * 4 for t in range(30)]
+
+
+def test_minibatches_are_columns(args, seen, monkeypatch):
+    """The golden case: environments 2 and 0 of 4, three steps each, flattened in the order of time; their states."""
+    inputs, expected = golden("recurrent_minibatch")
+    order = inputs["env_inds"].long().tolist()
+    rest = [i for i in range(inputs["N"]) if i not in order]
+    monkeypatch.setattr(torch, "randperm", lambda size: torch.tensor(order + rest))
+    sizes = {"num_envs": inputs["N"], "num_steps": inputs["T"], "num_minibatches": 2, "total_timesteps": 24}
+    script.train(args(env_id="discrete/Chain-v0", update_epochs=1, **sizes))
+    rows, columns = expected["flat_inds"].long(), torch.tensor(order)
+    for iteration in range(2):
+        mb = seen["ppo_loss"][2 * iteration][0][3:]
+        features, _, _ = seen["replay_rollout"][iteration][1]
+        torch.testing.assert_close(mb[0], features.flatten(0, 1)[rows], atol=1e-6, rtol=0)
+        for mine, whole in zip(mb[3:6], seen["estimate_advantages"][iteration][1]):
+            assert torch.equal(mine, whole.flatten()[rows])
+        first_state = seen["replay_rollout"][iteration][0][-1]
+        replays = [arguments for arguments, _ in seen["replay"] if arguments[1].shape[1] == 2]
+        assert torch.equal(replays[2 * iteration][3], first_state[columns])
+    assert first_state[columns].any()
+
+
+@BOTH_CELLS
+@pytest.mark.parametrize("env_id", ["box/Chain-v0", "discrete/Chain-v0"])
+def test_gradient_of_the_update_is_that_of_single_steps(args, seen, monkeypatch, env_id, cell):
+    """In every minibatch of training: the gradient of the loss in all parameters, against the same loss behind a loop
+    over single steps, from the state before the rollout to the last step, without any cut but at episode starts."""
+    spied, gradients = script.ppo_loss, []
+
+    def twice(agent, args, clip_scale, features, *rest):
+        loss, metrics = spied(agent, args, clip_scale, features, *rest)
+        obs, _, _, starts, _, first_state = seen["replay_rollout"][-1][0][1:]
+        columns = torch.tensor([[2, 0], [3, 1]][len(gradients) % 2])
+        stepped = step_by_step(agent, obs[:, columns], starts[:-1, columns], first_state[columns])
+        again, _ = spied(agent, args, clip_scale, stepped.flatten(0, 1), *rest)
+        parameters = list(agent.parameters())
+        gradients.append([torch.autograd.grad(x, parameters, retain_graph=True) for x in (loss, again)])
+        return loss, metrics
+
+    monkeypatch.setattr(script, "ppo_loss", twice)
+    monkeypatch.setattr(torch, "randperm", lambda size: torch.tensor([2, 0, 3, 1]))
+    script.train(args(env_id=env_id, cell=cell, learning_rate=0.01, **CHAIN))
+    assert len(gradients) == 20
+    for replayed, stepped in gradients:
+        torch.testing.assert_close(replayed, stepped, atol=1e-5, rtol=1e-4)
+
+
+def test_columns_are_shuffled(args, seen):
+    """Every environment once per epoch, in a new order."""
+    script.train(args(env_id="box/Target-v0", num_envs=8, num_minibatches=4, update_epochs=6, total_timesteps=128))
+    actions = [arguments[4] for arguments, _ in seen["ppo_loss"]]
+    epochs = [torch.cat(actions[i : i + 4], 0) for i in range(0, 24, 4)]
+    assert len({tuple(epoch.flatten().tolist()) for epoch in epochs}) == 6
+    assert len({tuple(epoch.flatten().sort()[0].tolist()) for epoch in epochs}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+GAMMA = 15 / 16
+
+
+class Recall(gym.Env):
+    """The first observation of an episode shows a number, the others nothing of it. The value of every state is a
+    function of that number under any policy: the reward is V - gamma V, or V at a termination."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float64)
+
+    def __init__(self, discrete=True, lengths=(3, 5, 2, 7), end="truncated", cell="lstm"):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.lengths, self.end, self.cell, self.episode = lengths, end, cell, -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.episode = seed % len(self.lengths)
+        self.episode += 1
+        self.steps = 0
+        number = self.np_random.choice([-1, 1]) * self.np_random.uniform(0.3, 1)
+        self.value = math.tanh(number) if self.cell == "gru" else math.tanh(math.tanh(number))
+        return np.array([number, 1.0]), {}
+
+    def step(self, action):
+        self.steps += 1
+        ended = self.steps == self.lengths[self.episode % len(self.lengths)]
+        terminated, truncated = (ended and self.end in (end, "both") for end in ("terminated", "truncated"))
+        reward = self.value if terminated else (1 - GAMMA) * self.value
+        return np.array([self.np_random.uniform(-1, 1), 0.0]), reward, terminated, truncated, {}
+
+
+gym.register("memory/Recall-v0", Recall)
+gym.register("memory/BoxRecall-v0", Recall, kwargs={"discrete": False})
+
+
+class Rememberer(script.Agent):
+    """An agent whose first unit of memory keeps the first number of an episode, and whose critic reads it: the true
+    value of every state. All gates are shut or open for good, but for the one that lets the number in."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        for memory in self.memories:
+            gates = [memory.cell.weight_ih.data, memory.cell.bias_ih.data]
+            memory.cell.weight_hh.data.zero_()
+            if memory.is_lstm:
+                entry, keep, content, out = zip(*(x.chunk(4) for x in gates))
+                entry[0].copy_(torch.tensor([0.0, 2e4])), entry[1].fill_(-1e4)  # open where the second number is 1
+                keep[0].zero_(), keep[1].fill_(1e4)
+                out[0].zero_(), out[1].fill_(1e4)
+            else:
+                reset, keep, content = zip(*(x.chunk(3) for x in gates))
+                reset[0].zero_()
+                keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
+            content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
+
+    def get_value(self, features):
+        own = features.chunk(len(self.memories), -1)[-1]
+        return own[..., 0] + 0 * self.critic(own).squeeze(-1)
+
+
+def advantages_of_recall(args, seen, monkeypatch, **changes):
+    monkeypatch.setattr(script, "Agent", Rememberer)
+    settings = {"env_id": "memory/Recall-v0", "norm_obs": False, "norm_reward": False, "gamma": GAMMA}
+    settings |= {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 8 * 24, "learning_rate": 0.0}
+    script.train(args(**settings | changes))
+    results = [result for _, result in seen["estimate_advantages"]]
+    assert len(results) == 8 * SMALL["update_epochs"] and all(values.abs().min() > 0.2 for values, _, _ in results)
+    return torch.stack([advantages for _, advantages, _ in results])
+
+
+@BOTH_CELLS
+@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
+@pytest.mark.parametrize("changes", [{}, {"gae_lambda": 0.0}, {"gae_lambda": 1.0}, {"separate_critic_rnn": True}])
+def test_zero_advantage_probe(args, seen, monkeypatch, end, changes, cell):
+    """The values depend on what was seen at the episode's start only. Episodes end at every position of the rollout, in
+    four environments that are out of step: every advantage is zero, in the first epoch and when recomputed."""
+    monkeypatch.setitem(gym.registry["memory/Recall-v0"].kwargs, "end", end)
+    monkeypatch.setitem(gym.registry["memory/Recall-v0"].kwargs, "cell", cell)
+    assert advantages_of_recall(args, seen, monkeypatch, cell=cell, **changes).abs().max() < 1e-6
+
+
+def test_zero_advantage_probe_with_box_actions(args, seen, monkeypatch):
+    assert advantages_of_recall(args, seen, monkeypatch, env_id="memory/BoxRecall-v0").abs().max() < 1e-6
+
+
+MISTAKES = {
+    "final observation seen without memory": lambda agent, f, last, final, r: (
+        f,
+        last,
+        agent.remember(r[2], agent.initial_state(len(r[2])))[0],
+    ),
+    "last observation seen without memory": lambda agent, f, last, final, r: (
+        f,
+        agent.remember(r[1], agent.initial_state(4))[0],
+        final,
+    ),
+    "the next episode in place of the final observation": lambda agent, f, last, final, r: (
+        f,
+        last,
+        torch.cat([f[1:], last.unsqueeze(0)])[r[4]],
+    ),
+    "the state of another environment": lambda agent, f, last, final, r: (
+        agent.replay(r[0], r[3][:-1], r[5].roll(1, 0)),
+        last,
+        final,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_zero_advantage_probe_sees_mistakes(args, seen, monkeypatch, mistake):
+    right = script.replay_rollout
+
+    def wrong(agent, *rollout):
+        with torch.no_grad():
+            return MISTAKES[mistake](agent, *right(agent, *rollout), rollout)
+
+    monkeypatch.setattr(script, "replay_rollout", wrong)
+    assert advantages_of_recall(args, seen, monkeypatch).abs().max() > 0.1
+
+
+@BOTH_CELLS
+def test_replay_of_a_rollout_with_its_ends(cell):
+    """Features of observations, last and final observations, against a loop that steps aside for every final one."""
+    agent = make_agent(cell=cell, separate_critic_rnn=True)
+    truncations = STARTS["often"]
+    terminations = STARTS["seldom"]
+    starts = torch.cat([STARTS["first step"][:1], truncations | terminations])
+    obs, last_obs, final_obs = torch.randn(T, n, 3), torch.randn(n, 3), torch.randn(int(truncations.sum()), 3)
+    first = state = torch.randn(n, agent.initial_state(n).shape[1])
+    features, finals, columns = [], [], truncations.nonzero()[:, 1]
+    for t in range(T + 1):
+        state = torch.where(starts[t].unsqueeze(1), 0.0, state)
+        output, state = agent.remember(obs[t] if t < T else last_obs, state)
+        features.append(output)
+        for i in (truncations.nonzero()[:, 0] == t).nonzero().flatten():
+            finals.append(agent.remember(final_obs[i : i + 1], state[columns[i] : columns[i] + 1])[0][0])
+    found = script.replay_rollout(agent, obs, last_obs, final_obs, starts, truncations, first)
+    for one, two in zip(found, (torch.stack(features[:-1]), features[-1], torch.stack(finals))):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- acting, learning
+
+
+@BOTH_CELLS
+@pytest.mark.parametrize("kind", ["discrete", "box"])
+def test_predict_carries_the_state(kind, cell):
+    """One observation or many: the state goes in and comes out, None stands for the start of an episode."""
+    agent = make_agent(kind, cell=cell, norm_obs=False)
+    obs, state = torch.randn(5, 2, 3), None
+    features = step_by_step(agent, obs, starts_at(5, 2, 0), agent.initial_state(2))
+    alone = None
+    for t in range(5):
+        action, state = agent.predict(obs[t].numpy(), state)
+        first, alone = agent.predict(obs[t, 0].numpy(), alone)
+        if kind == "discrete":
+            expected = torch.stack([x.argmax(-1) for x in agent.get_log_probs(features[t])], -1) + torch.tensor([0, 1])
+        else:
+            expected = agent.get_mean_and_log_std(features[t])[0].clamp(-1, 1)
+        np.testing.assert_allclose(action, expected.detach().numpy(), atol=1e-5)
+        np.testing.assert_allclose(first, action[0], atol=1e-5)
+
+
+class Cue(gym.Env):
+    """The first observation says which action is right in the last of four steps."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, discrete=True):
+        self.discrete = discrete
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.steps = int(self.np_random.integers(2)), 0
+        return np.array([2 * self.cue - 1, 0], np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.steps += 1
+        reward, last = 0.0, self.steps == 4
+        if last:
+            error = abs(action - self.cue) if self.discrete else abs(action[0] - (self.cue - 0.5))
+            reward = 1.0 - float(error)
+        return np.array([0, self.steps / 4], np.float32), reward, last, False, {}
+
+
+gym.register("memory/Cue-v0", Cue)
+gym.register("memory/BoxCue-v0", Cue, kwargs={"discrete": False})
+LEARN = {"num_envs": 16, "num_steps": 32, "num_minibatches": 4, "update_epochs": 8, "learning_rate": 3e-3}
+
+
+@pytest.mark.parametrize(
+    "env_id, enough, forgetful, cell", [("memory/Cue-v0", 0.99, 0.8, "lstm"), ("memory/BoxCue-v0", 0.9, 0.7, "gru")]
+)
+def test_learns_to_remember(args, env_id, enough, forgetful, cell):
+    """Evaluation with the trained memory gets (nearly) all there is; a policy without memory cannot get more than half
+    (Discrete) or 0.5 (Box, always 0), and the trained one does not when its state is thrown away."""
+    _, run_dir = script.train(args(env_id=env_id, cell=cell, hidden_size=32, total_timesteps=512 * 60, **LEARN))
+    agent = script.load_agent(run_dir)
+    assert script.evaluate(agent, env_id, 100, 7).mean() > enough
+    predict = agent.predict
+    agent.predict = lambda obs, state, *rest: predict(obs, None, *rest)
+    assert script.evaluate(agent, env_id, 100, 7).mean() < forgetful
+
+
+@pytest.mark.parametrize("env_id", ["masks/Masked-v0", "images/First-v0", "images/Last-v0", "discrete/Shaped-v0"])
+def test_other_environments(args, env_id):
+    """Masks, images and matrices of actions: trained, saved, loaded, evaluated, both ways of acting."""
+    agent, run_dir = script.train(args(env_id=env_id, total_timesteps=128))
+    assert agent.sees_images == env_id.startswith("images")
+    for deterministic in (True, False):
+        assert script.evaluate(script.load_agent(run_dir), env_id, 3, 0, deterministic).shape == (3,)
+
+
+@pytest.mark.parametrize("case", ["categorical", "categorical_masked", "multidiscrete_masked"])
+def test_golden_categorical(case):
+    inputs, expected = golden(case)
+    action = inputs["action"].long().reshape(len(inputs["logits"]), -1)
+    sizes = np.array([int(size) for size in inputs.get("nvec", [inputs["logits"].shape[-1]])])
+    agent = script.Agent((3,), {"sizes": sizes, "start": sizes * 0}, script.Args())
+    agent.actor, agent.critic = nn.Identity(), nn.Linear(int(sizes.sum()), 1)
+    mask = inputs["mask"].bool() if "mask" in inputs else None
+    _, log_prob, entropy, _ = agent.double().get_action_and_value(inputs["logits"], action, mask)
+    torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(entropy, expected["entropy"], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{"cell": "gru"}, {"hidden_size": 9}, {"separate_critic_rnn": True}])
+def test_resume_with_another_memory(args, changes, capsys):
+    _, run_dir = script.train(args(env_id="box/Target-v0", total_timesteps=64))
+    other = args(env_id="box/Target-v0", resume=str(run_dir), **changes)
+    with pytest.raises(SystemExit) as exit:
+        script.train(other)
+    assert exit.value.code == 2 and "which cannot change" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("env_id, cell", [("discrete/Chain-v0", "gru"), ("masks/Masked-v0", "lstm")])
+def test_compiled_equals_eager(args, env_id, cell):
+    """The other kind of action than in test_losses.py, a memory each for actor and critic, masks."""
+    flags = {"env_id": env_id, "cell": cell, "separate_critic_rnn": True, "total_timesteps": 3 * 64}
+    eager, compiled = (script.train(args(compile=c, **flags))[0].state_dict() for c in (False, True))
+    torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-4)
