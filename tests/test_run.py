@@ -291,15 +291,13 @@ def test_learns_the_target(script, small_args):
 LEARNED = {
     "ppo_continuous": ({"learning_rate": 1e-3, "total_timesteps": "6e4"}, 900),  # of 1,000; at random about 6
     "ppo_discrete": ({"learning_rate": 1e-3, "total_timesteps": "6e4"}, 475),  # of 500; at random about 22
-    "ppo_rnn": (
-        {"learning_rate": 1e-3, "total_timesteps": "6e4", "update_epochs": 8, "ent_coef": 0.0, "hidden_size": 64},
-        900,
-    ),
 }
 
 
+@pytest.mark.parametrize("script", LEARNED, indirect=True)
 def test_learns_to_balance_a_pole(script, tmp_path):
-    """A real simulator, compiled, as a user starts it: almost to the time limit at the end."""
+    """A real simulator, compiled, as a user starts it: almost to the time limit at the end. (test_rnn.py has what a
+    memory must learn.)"""
     flags, enough = LEARNED[script.__name__]
     flags |= {"env_id": REAL_ENV[script.__name__], "num_envs": 16, "num_minibatches": 8, "num_steps": 32}
     finished = run(script.__name__, f"--runs-dir={tmp_path}", *flags_of(**flags))
