@@ -524,6 +524,9 @@ def make_evaluation_env(env_id, draw, sticky_actions):
     options = {"render_mode": "rgb_array"} if draw else {}
     try:
         if is_atari(env_id):  # what ale-py's vector of games does with each, here by gymnasium's wrappers
+            import ale_py
+
+            ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
             options |= {"frameskip": 1, "repeat_action_probability": 0.25 if sticky_actions else 0.0}
             env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
             env = gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
