@@ -33,8 +33,8 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (128 x 16), and a policy that starts with a standard deviation of exp(-0.5):
-    these two carry most of the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
+ 9. Many environments with short rollouts (128 x 16), a policy that starts with a standard deviation of exp(-0.5), and
+    a small entropy bonus carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
@@ -104,7 +104,7 @@ class Args:  # the comments are what --help prints
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
     clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
-    ent_coef: float = 0.0  # weight of the entropy bonus
+    ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
