@@ -154,7 +154,8 @@ def write_readme():
             values = [float(row["last_100_mean"]) for row in ours]
             mean, spread = statistics.fmean(values), statistics.pstdev(values)
             digits = 0 if abs(mean) >= 1000 else 1
-            cells = [env_id, f"{int(ours[0]['global_step']):,}", f"**{mean:,.{digits}f}** ± {spread:,.{digits}f}"]
+            deviation = f" ± {spread:,.{digits}f}" if len(values) > 1 else ""
+            cells = [env_id, f"{int(ours[0]['global_step']):,}", f"**{mean:,.{digits}f}**{deviation}"]
             cells += [f"{len(values)}"]
             for column in ("cleanrl", "highest"):
                 row = published.get((env_id, column))
