@@ -715,12 +715,9 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        args, env_id = parse_args(default=checkpoint["args"]), checkpoint["args"].env_id
-        video_dir, deterministic = (
-            Path(args.evaluate, "videos") if args.capture_video else None,
-            args.eval_deterministic,
-        )
-        returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
+        args, agent, env_id = parse_args(default=checkpoint["args"]), checkpoint["agent"], checkpoint["args"].env_id
+        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
+        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return

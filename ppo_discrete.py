@@ -35,6 +35,7 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
+    The default settings are for vectors (benchmark/NOTES.md); README.md has the flags that give CleanRL's.
  9. uint8 images of 36 x 36 pixels and more, channels first or last, go through the Nature CNN, which actor and critic
     share; they are stored as uint8 and divided by 255. Every other observation is flattened into a vector.
 10. ALE games are played as in the published PPO tables: no sticky actions (--sticky-actions), 30 no-ops at most at the
@@ -809,12 +810,9 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        args, env_id = parse_args(default=checkpoint["args"]), checkpoint["args"].env_id
-        video_dir, deterministic = (
-            Path(args.evaluate, "videos") if args.capture_video else None,
-            args.eval_deterministic,
-        )
-        returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
+        args, agent, env_id = parse_args(default=checkpoint["args"]), checkpoint["agent"], checkpoint["args"].env_id
+        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
+        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return

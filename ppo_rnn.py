@@ -786,9 +786,8 @@ def train(args, stop_signals=()):
     rewards = torch.zeros(T, N, device=device)
     terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
     truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
-    episode_starts = torch.ones(
-        T + 1, N, dtype=torch.bool, device=device
-    )  # [t] belongs to obs[t], [T] to what comes next
+    # Row t belongs to obs[t], row T to the observation after the last step.
+    episode_starts = torch.ones(T + 1, N, dtype=torch.bool, device=device)
     state = agent.initial_state(N)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
@@ -936,12 +935,9 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        args, env_id = parse_args(default=checkpoint["args"]), checkpoint["args"].env_id
-        video_dir, deterministic = (
-            Path(args.evaluate, "videos") if args.capture_video else None,
-            args.eval_deterministic,
-        )
-        returns = evaluate(checkpoint["agent"], env_id, args.eval_episodes, args.seed, deterministic, video_dir)
+        args, agent, env_id = parse_args(default=checkpoint["args"]), checkpoint["agent"], checkpoint["args"].env_id
+        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
+        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return
