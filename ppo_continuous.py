@@ -195,7 +195,7 @@ def make_envs(args):
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all rows seen so far (Chan et al. 1979), as buffers, so that state_dict has them."""
+    """Mean and variance of all rows seen so far, as buffers, so that state_dict has them."""
 
     def __init__(self, shape):
         super().__init__()
@@ -205,13 +205,22 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """x: (N, *shape), any type of number"""
+        """x: (N, size), any type of number"""
+        self.update_each(x.unsqueeze(0))
+
+    def update_each(self, x):
+        """T updates in a row, as one: x (T, N, size) -> the variance after each of them, (T, size)"""
         x = x.double()
-        delta, total = x.mean(0) - self.mean, self.count + len(x)
-        between = delta.square() * self.count * len(x) / total
-        self.var.copy_((self.var * self.count + x.var(0, correction=0) * len(x) + between) / total)
-        self.mean.add_(delta * len(x) / total)
-        self.count.copy_(total)
+        center = x.mean((0, 1))  # sums of squares around it lose no digits
+        x, mean = x - center, self.mean - center
+        counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
+        means = (mean * self.count + x.sum(1).cumsum(0)) / counts
+        squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
+        variances = squares / counts - means.square()
+        self.mean.copy_(center + means[-1])
+        self.var.copy_(variances[-1])
+        self.count.copy_(counts[-1])
+        return variances
 
 
 def layer_init(layer, std=2**0.5):
@@ -290,12 +299,12 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
 
     discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, 0 after an end, from one rollout to the next; it and
     return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
-    normalized = torch.empty_like(rewards)
-    for t, (reward, end) in enumerate(zip(rewards, ended)):
-        return_rms.update(discounted_returns.mul_(gamma).add_(reward).unsqueeze(-1))
-        normalized[t] = (reward / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10)
+    all_returns = torch.empty_like(rewards, dtype=torch.float64)
+    for reward, end, row in zip(rewards, ended, all_returns):
+        row.copy_(discounted_returns.mul_(gamma).add_(reward))
         discounted_returns.masked_fill_(end, 0.0)
-    return normalized
+    variances = return_rms.update_each(all_returns.unsqueeze(-1))  # (T, 1)
+    return (rewards / (variances + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
@@ -503,6 +512,7 @@ def train(args, stop_signals=()):
     parameters = list(agent.parameters())
     flat_parameters = parameters_to_vector(parameters).detach()
     vector_to_parameters(flat_parameters, parameters)
+    flat_parameters.grad = torch.zeros_like(flat_parameters)
     # A learning rate that is a tensor can change without compiling the step again.
     lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
@@ -528,8 +538,8 @@ def train(args, stop_signals=()):
 
     compiled = make_compiler(args, device)
 
-    @compiled
     @torch.no_grad()
+    @compiled
     def act(raw_obs):
         """raw_obs (N, D) -> obs (N, D), action (N, A), log_prob (N,)"""
         if args.norm_obs:
@@ -543,10 +553,10 @@ def train(args, stop_signals=()):
         loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)
         return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
 
-    @compiled
     @torch.no_grad()
+    @compiled
     def apply_gradient(gradient, approx_kl):
-        flat_parameters.grad = gradient
+        flat_parameters.grad.copy_(gradient)
         if args.max_grad_norm > 0:
             clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
         if args.desired_kl is not None:
