@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import distributions
 
 from report import RESULTS, ROOT
 
@@ -102,6 +102,8 @@ def measure(case, repeats, runs_dir):
             speed = (long - short) / (whole - brief)
             singles[name].append((speed, brief - short / speed))
             print(f"{case} {repeat + 1}/{repeats} {name}: {speed:,.0f} steps/s, {singles[name][-1][1]:.1f} s to start")
+    installed = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
+    packages = " ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
     peer = next(iter(singles))
     rows = []
     for name, runs in singles.items():
@@ -110,7 +112,6 @@ def measure(case, repeats, runs_dir):
         row = {"case": case, "contestant": name, "steps_per_second": f"{speed:.0f}", "start_seconds": f"{start:.1f}"}
         row |= {"steps_per_second_1m": f"{1e6 / (start + 1e6 / speed):.0f}", "ratio": f"{ratio:.2f}"}
         row |= {"repeats": repeats, "single_runs": " ".join(f"{speed:.0f}" for speed, _ in runs)}
-        packages = " ".join(f"{package} {version(package)}" for package in PACKAGES)
         rows.append(row | {"versions": f"{platform.machine()} python {platform.python_version()} {packages}"})
     return rows
 
