@@ -188,9 +188,10 @@ def make_envs(args):
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         fail(f"{args.env_id} has observations that cannot be flattened into a vector of one size")
-    if not isinstance(envs.single_action_space, gym.spaces.Box):
+    if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
         kind = type(envs.single_action_space).__name__
-        fail(f"{args.env_id} has {kind} actions: " + ("use ppo_discrete.py" if "Discrete" in kind else "Box is needed"))
+        hint = "use ppo_discrete.py" if "Discrete" in kind else "a Box of real numbers is needed"
+        fail(f"{args.env_id} has {kind} actions: {hint}")
     return envs
 
 
@@ -256,7 +257,7 @@ class Agent(nn.Module):
         """(..., D) of any number type -> (..., D) float32"""
         if not self.args.norm_obs:
             return raw_obs.float()
-        return ((raw_obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
+        return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def get_value(self, obs):
         """(..., D) -> (...)"""
@@ -328,7 +329,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
-    ended in, in the order of truncations.nonzero()."""
+    ended in, in the order of truncations.nonzero(); with a memory, the features of all these."""
     values = agent.get_value(obs)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
     next_values[truncations] = agent.get_value(final_obs)
@@ -470,11 +471,13 @@ def make_evaluation_env(env_id, draw):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
+@torch.random.fork_rng()  # its random numbers are its own: training goes on as if it had not been
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
     env = make_evaluation_env(env_id, draw=video_dir is not None)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+    torch.manual_seed(seed)
     episodic_returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, _ = env.reset(seed=seed + episode)
@@ -522,7 +525,7 @@ def train(args, stop_signals=()):
     iteration, global_step, seconds_before = 0, 0, 0.0
     if args.resume:
         checkpoint = load_checkpoint(args.resume)
-        for name in ("env_id", "num_envs", "num_steps", "state_dependent_std"):
+        for name in ("env_id", "num_envs", "num_steps", "norm_obs", "state_dependent_std"):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
@@ -725,9 +728,13 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        args, agent, env_id = parse_args(default=checkpoint["args"]), checkpoint["agent"], checkpoint["args"].env_id
+        agent, args = checkpoint["agent"], parse_args(default=checkpoint["args"])
+        takes = ("evaluate", "eval_episodes", "eval_deterministic", "seed", "capture_video")
+        for name in vars(args):
+            if name not in takes and getattr(args, name) != getattr(checkpoint["args"], name):
+                fail(f"--evaluate takes --eval-*, --seed and --capture-video, not --{name.replace('_', '-')}")
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
-        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
+        returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return

@@ -327,7 +327,7 @@ class Agent(nn.Module):
             return raw_obs
         if not self.args.norm_obs:
             return raw_obs.float()
-        return ((raw_obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
+        return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def get_value(self, obs):
         """(..., *D) -> (...)"""
@@ -363,7 +363,7 @@ class Agent(nn.Module):
             action = torch.stack([x.argmax(-1) for x in log_probs], -1)
         else:
             action = self.get_action_and_value(obs, action_mask=action_mask)[0]
-        action = action.unflatten(-1, self.action_start.shape or (1,)) + self.action_start
+        action = action.to(self.action_start.dtype).unflatten(-1, self.action_start.shape or (1,)) + self.action_start
         return (action if self.action_start.shape else action.squeeze(-1)).cpu().numpy()[()]
 
 
@@ -401,7 +401,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
-    ended in, in the order of truncations.nonzero()."""
+    ended in, in the order of truncations.nonzero(); with a memory, the features of all these."""
     values = agent.get_value(obs)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
     next_values[truncations] = agent.get_value(final_obs)
@@ -553,11 +553,13 @@ def make_evaluation_env(env_id, draw, sticky_actions):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
+@torch.random.fork_rng()  # its random numbers are its own: training goes on as if it had not been
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
     env = make_evaluation_env(env_id, video_dir is not None, agent.args.sticky_actions)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+    torch.manual_seed(seed)
     episodic_returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, infos = env.reset(seed=seed + episode)
@@ -610,7 +612,7 @@ def train(args, stop_signals=()):
     iteration, global_step, seconds_before = 0, 0, 0.0
     if args.resume:
         checkpoint = load_checkpoint(args.resume)
-        for name in ("env_id", "num_envs", "num_steps"):
+        for name in ("env_id", "num_envs", "num_steps", "norm_obs"):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
@@ -698,7 +700,8 @@ def train(args, stop_signals=()):
         for t in range(T):
             action_masks[t] = torch.from_numpy(read_action_masks(infos if args.mask_actions else {}, N, agent.sizes))
             obs[t], actions[t], log_probs[t] = act(torch.from_numpy(next_obs).to(device), action_masks[t])
-            env_actions = actions[t].cpu().numpy().reshape(envs.action_space.shape) + action_space.start
+            env_actions = actions[t].cpu().numpy().astype(action_space.dtype)
+            env_actions = env_actions.reshape(envs.action_space.shape) + action_space.start
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
             rewards[t] = torch.from_numpy(np.sign(reward) if args.clip_reward else reward)
             terminations[t] = torch.from_numpy(terminated)
@@ -820,9 +823,13 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        args, agent, env_id = parse_args(default=checkpoint["args"]), checkpoint["agent"], checkpoint["args"].env_id
+        agent, args = checkpoint["agent"], parse_args(default=checkpoint["args"])
+        takes = ("evaluate", "eval_episodes", "eval_deterministic", "seed", "capture_video")
+        for name in vars(args):
+            if name not in takes and getattr(args, name) != getattr(checkpoint["args"], name):
+                fail(f"--evaluate takes --eval-*, --seed and --capture-video, not --{name.replace('_', '-')}")
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
-        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
+        returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return

@@ -26,8 +26,8 @@ Choices, where implementations of recurrent PPO differ:
     episode_starts[t] belongs to observation t.
  2. A minibatch is made of whole environments (columns of the rollout), and the gradient goes back through all their
     steps, to the start of the episode or of the rollout, whose state is stored. A new permutation for every epoch.
- 3. The update has no loop over time: one call of PyTorch's LSTM or GRU kernel replays a minibatch, with the result of
-    single steps, resets at episode starts included (Memory.unroll).
+ 3. Back-propagation through time without a loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch, with
+    the result of single steps, resets at episode starts included (Memory.unroll).
  4. A truncated episode (time limit) is bootstrapped from the observation it really ended in, seen with the memory of
     that episode; a terminated one is not. Bootstrapping leaves the state that is carried as it is.
  5. Observation -> memory -> two layers each for actor and critic, which share the memory; --separate-critic-rnn gives
@@ -57,6 +57,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -206,9 +207,12 @@ def make_envs(args):
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         fail(f"{args.env_id} has observations that cannot be flattened into a vector of one size")
-    if not isinstance(envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.Box)):
-        kind = type(envs.single_action_space).__name__
-        fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or Box is needed")
+    action_space, kinds = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.Box)
+    if not isinstance(action_space, kinds) or (
+        isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind != "f"
+    ):
+        kind = type(action_space).__name__
+        fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or a Box of real numbers is needed")
     return envs
 
 
@@ -307,11 +311,14 @@ class Memory(nn.Module):
         """T steps of n environments: inputs (T, n, I), episode_starts (T, n) bool, state (n, S) before the first step
         -> outputs (T, n, H), those of `step` with the state set to zero wherever an episode starts.
 
-        One call of the kernel behind nn.LSTM or nn.GRU does it. Before every start a step is put in that sets the state
-        to zero: an extra input, 1 in these steps only, shuts the gates that matter. sigmoid(-1e9) is exactly 0, and so
-        is what goes through a shut gate, forwards and backwards."""
+        One call of the kernel behind nn.LSTM or nn.GRU does it. Rows are put in that set the state to zero: an extra
+        input, 1 in these rows only, shuts the gates that matter. sigmoid(-1e9) is exactly 0, and so is what goes
+        through a shut gate, forwards and backwards. With starts at t = 0 and 2 the kernel sees reset, x[0], x[1],
+        reset, x[2], ...; columns with fewer starts than others end with resets that nothing reads."""
         T, n = episode_starts.shape
-        rows = torch.arange(T, device=inputs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n) where steps go
+        rows = torch.arange(T, device=inputs.device).unsqueeze(1) + episode_starts.cumsum(
+            0
+        )  # (T, n): t + starts so far
         place = (rows * n + torch.arange(n, device=inputs.device)).flatten()  # (T * n,)
         x = inputs.new_zeros((int(rows[-1].max()) + 1) * n, inputs.shape[2] + 1)
         x[:, -1] = 1.0
@@ -322,12 +329,13 @@ class Memory(nn.Module):
         if self.is_lstm:  # state = forget * state + input * candidate; output * tanh(state)
             kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
             hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]
-        else:  # state = update * state + (1 - update) * candidate, with a candidate of tanh(0)
+        else:  # state = update * state + (1 - update) * candidate; without its bias the candidate is tanh(0)
             kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]  # reset, update, candidate
-            hx = state.unsqueeze(0)
+            hx = state.unsqueeze(0).contiguous()
         weights = [torch.cat([weight_ih, torch.cat(gates).unsqueeze(1)], 1), weight_hh, bias_ih, bias_hh]
-        # Has biases, 1 layer, no dropout, needs gradients, not bidirectional, time first.
-        outputs, *_ = kernel(x, hx, weights, True, 1, 0.0, torch.is_grad_enabled(), False, False)
+        has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
+        training = torch.is_grad_enabled()
+        outputs, *_ = kernel(x, hx, weights, has_biases, layers, dropout, training, bidirectional, batch_first)
         return outputs.flatten(0, 1).index_select(0, place).unflatten(0, (T, n))
 
 
@@ -370,7 +378,7 @@ class Agent(nn.Module):
             return raw_obs
         if not self.args.norm_obs:
             return raw_obs.float()
-        return ((raw_obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
+        return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def initial_state(self, num_envs):
         """The state (N, S) in which episodes start: zeros."""
@@ -433,7 +441,9 @@ class Agent(nn.Module):
     def to_env_action(self, action):
         """(N, K or A) -> (N, *shape of the action space): clipped to the bounds, or counted from the space's start"""
         action = action.reshape(len(action), *self.action_shape)
-        return action + self.action_start if self.is_discrete else action.clamp(self.action_low, self.action_high)
+        if self.is_discrete:
+            return action.to(self.action_start.dtype) + self.action_start
+        return action.clamp(self.action_low, self.action_high)
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
@@ -487,13 +497,13 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations, state):
     """Features of a whole rollout for estimate_advantages: of obs (T, N, *D), last_obs (N, *D), final_obs (E, *D).
 
-    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Every final
-    observation is put into its column behind the last one of its episode: the memory is still that of the episode, and
-    what follows starts another."""
+    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Rows are put in,
+    as in Memory.unroll: the final observation of a truncated episode goes behind the last one of that episode, without
+    a start, and so meets the memory of the episode. What is left over at the end of a column nothing reads."""
     T, N = truncations.shape
     columns = torch.arange(N, device=obs.device)
     rows = torch.arange(T + 1, device=obs.device).unsqueeze(1).repeat(1, N)
-    rows[1:] += truncations.cumsum(0)  # (T + 1, N) where the observations go, last_obs included
+    rows[1:] += truncations.cumsum(0)  # (T + 1, N): t + truncations before t
     final_rows, final_columns = rows[:-1][truncations] + 1, truncations.nonzero()[:, 1]
     length = int(rows.max()) + 1
     all_obs, all_starts = obs.new_zeros(length, *last_obs.shape), episode_starts.new_ones(length, N)
@@ -510,7 +520,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
-    ended in, in the order of truncations.nonzero()."""
+    ended in, in the order of truncations.nonzero(); with a memory, the features of all these."""
     values = agent.get_value(obs)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
     next_values[truncations] = agent.get_value(final_obs)
@@ -657,11 +667,13 @@ def make_evaluation_env(env_id, draw):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
+@torch.random.fork_rng()  # its random numbers are its own: training goes on as if it had not been
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
     env = make_evaluation_env(env_id, draw=video_dir is not None)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+    torch.manual_seed(seed)
     episodic_returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, infos = env.reset(seed=seed + episode)
@@ -687,6 +699,10 @@ def train(args, stop_signals=()):
     T, N, B = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     num_iterations = args.total_timesteps // B
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # the replay of a minibatch gives what single steps gave
+    warnings.filterwarnings("ignore", message="RNN module weights")  # they are one piece of memory, in another order
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what LSTM and GRU need for it on CUDA
     torch.manual_seed(args.seed)
 
     envs = make_envs(args)
@@ -720,7 +736,7 @@ def train(args, stop_signals=()):
     if args.resume:
         checkpoint = load_checkpoint(args.resume)
         networks = ("cell", "hidden_size", "separate_critic_rnn", "state_dependent_std")
-        for name in ("env_id", "num_envs", "num_steps", *networks):
+        for name in ("env_id", "num_envs", "num_steps", "norm_obs", *networks):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
@@ -753,7 +769,7 @@ def train(args, stop_signals=()):
         return ppo_loss(agent, args, clip_scale, *minibatch)
 
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
-        # The replay is not compiled: runs have other lengths in every minibatch, each of which would compile it anew.
+        # Not compiled: its length, T + the most starts in a column, differs between minibatches and would compile anew.
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
         loss, metrics = compute_loss(features, *(x.flatten(0, 1) for x in minibatch))
         return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
@@ -796,7 +812,7 @@ def train(args, stop_signals=()):
     rewards = torch.zeros(T, N, device=device)
     terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
     truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
-    # Row t belongs to obs[t], row T to the observation after the last step.
+    # Row t belongs to obs[t], row T to the observation after the last step; before the first step all are starts.
     episode_starts = torch.ones(T + 1, N, dtype=torch.bool, device=device)
     state = agent.initial_state(N)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
@@ -945,9 +961,13 @@ def main():
     if args.evaluate:
         check_args(args)
         checkpoint = load_checkpoint(args.evaluate)
-        args, agent, env_id = parse_args(default=checkpoint["args"]), checkpoint["agent"], checkpoint["args"].env_id
+        agent, args = checkpoint["agent"], parse_args(default=checkpoint["args"])
+        takes = ("evaluate", "eval_episodes", "eval_deterministic", "seed", "capture_video")
+        for name in vars(args):
+            if name not in takes and getattr(args, name) != getattr(checkpoint["args"], name):
+                fail(f"--evaluate takes --eval-*, --seed and --capture-video, not --{name.replace('_', '-')}")
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
-        returns = evaluate(agent, env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
+        returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return

@@ -118,6 +118,31 @@ class Integers(Target):
         return np.array([2, 3]), 1.0, True, False, {}
 
 
+class OtherTypes(Target):
+    """Observations that are true or false, actions of 32-bit integers or 64-bit numbers."""
+
+    def __init__(self, discrete):
+        super().__init__(discrete)
+        self.observation_space = gym.spaces.Box(0, 1, (2,), np.bool_)
+        integers, real = gym.spaces.MultiDiscrete([3, 2], np.int32), gym.spaces.Box(-1, 1, (2,), np.float64)
+        self.action_space = integers if discrete else real
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0] > 0, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.target > 0, 1.0, True, False, {}
+
+
+class Whole(Target):
+    """Box actions that are integers."""
+
+    def __init__(self, discrete):
+        super().__init__(discrete)
+        self.action_space = gym.spaces.Box(0, 9, (2,), np.int64)
+
+
 class Words(Target):
     """Observations without a fixed size."""
 
@@ -134,4 +159,6 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/NanObs-v0", Broken, kwargs={"discrete": discrete, "where": "obs"})
     gym.register(f"{name}/Shaped-v0", Shaped, kwargs={"discrete": discrete})
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
+    gym.register(f"{name}/OtherTypes-v0", OtherTypes, kwargs={"discrete": discrete})
+    gym.register(f"{name}/Whole-v0", Whole, kwargs={"discrete": discrete})
     gym.register(f"{name}/Words-v0", Words, kwargs={"discrete": discrete})

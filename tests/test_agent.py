@@ -147,9 +147,9 @@ def test_statistics_see_every_observation_once(script, small_args):
     assert torch.equal(off.normalize_obs(raw), raw.float())
 
 
-@pytest.mark.parametrize("name", ["Shaped", "Integers"])
+@pytest.mark.parametrize("name", ["Shaped", "Integers", "OtherTypes"])
 def test_other_spaces(script, small_args, name):
-    """Dictionaries and integers are flattened into a vector, actions take the shape of their space."""
+    """Dictionaries, integers and booleans become a vector, actions take the shape and the type of their space."""
     env_id = probe(script, name)
     _, run_dir = script.train(small_args(env_id=env_id))
     assert script.evaluate(script.load_agent(run_dir), env_id, 2, seed=0).shape == (2,)

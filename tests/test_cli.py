@@ -86,6 +86,7 @@ BAD_FOR = {
     "ppo_continuous": {
         "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
         "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
+        "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
     },
     "ppo_discrete": {
         "wrong action space": ({"env_id": "Pendulum-v1"}, "Pendulum-v1 has Box actions: use ppo_continuous.py"),
@@ -100,6 +101,7 @@ BAD_FOR = {
         ),
         "no such cell": ({"cell": "rnn"}, None),
         "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
+        "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
     },
 }
 CASES = [(name, case) for name in SCRIPTS for case in [*BAD, *BAD_FOR[name]]]
@@ -187,9 +189,16 @@ def test_checkpoint_of_another_script(script, run_dir, monkeypatch, capsys):
     assert_one_line(call_main(script, ["--resume", run_dir], monkeypatch, capsys), "ppo_other.py")
 
 
-def test_resume_with_another_batch(script, run_dir, monkeypatch, capsys):
-    finished = call_main(script, ["--resume", run_dir, "--num-envs", "8"], monkeypatch, capsys)
-    assert_one_line(finished, "--num-envs 8")
+@pytest.mark.parametrize("flag", ["--num-envs=8", "--no-norm-obs"])
+def test_resume_with_what_cannot_change(script, run_dir, flag, monkeypatch, capsys):
+    finished = call_main(script, ["--resume", run_dir, flag], monkeypatch, capsys)
+    assert_one_line(finished, flag.replace("no-", "").split("=")[0])
+
+
+@pytest.mark.parametrize("flag", ["--env-id=CartPole-v1", "--no-norm-obs", "--gamma=0.5"])
+def test_evaluate_takes_no_flags_of_training(script, run_dir, flag, monkeypatch, capsys):
+    finished = call_main(script, ["--evaluate", run_dir, flag], monkeypatch, capsys)
+    assert_one_line(finished, "not " + flag.replace("no-", "").split("=")[0])
 
 
 def test_resume_of_a_finished_run_changes_nothing(script, run_dir, monkeypatch):

@@ -112,6 +112,19 @@ def test_long_rollouts_take_one_call(cell):
 
 
 @BOTH_CELLS
+def test_kernel_gets_whole_pieces_of_memory(cell, monkeypatch):
+    """Everything it is given is contiguous: cuDNN refuses what is not, the CPU takes it."""
+    agent, kernel, given = make_agent(cell=cell, separate_critic_rnn=True), getattr(torch, cell), []
+    monkeypatch.setattr(
+        torch,
+        cell,
+        lambda x, hx, *rest: (given.extend([x, *(hx if isinstance(hx, list) else [hx])]), kernel(x, hx, *rest))[1],
+    )
+    agent.replay(torch.randn(T, n, 3), STARTS["often"], torch.randn(n, agent.initial_state(n).shape[1]))
+    assert given and all(tensor.is_contiguous() for tensor in given)
+
+
+@BOTH_CELLS
 def test_reset_is_exact(cell):
     """Nothing of the time before a start comes through it, however large states and weights are: neither values nor
     gradients."""

@@ -265,8 +265,12 @@ def test_evaluate(script, small_args):
     returns = script.evaluate(agent, args.env_id, 5, args.seed)
     assert outputs[0].stdout.splitlines()[0].split()[1:] == [f"{value:.1f}" for value in returns]
     torch.testing.assert_close(agent.state_dict(), state, atol=0, rtol=0)
+    torch.manual_seed(0)
     sampled = script.evaluate(agent, args.env_id, 5, args.seed, deterministic=False)
     assert not np.array_equal(returns, sampled)
+    following = torch.randn(3)  # evaluation in between changes nothing of what training draws
+    assert np.array_equal(script.evaluate(agent, args.env_id, 5, args.seed, deterministic=False), sampled)
+    assert torch.equal(following, torch.randn(3, generator=torch.Generator().manual_seed(0)))
 
 
 def test_loaded_agent_acts_as_the_trained_one(script, small_args):
