@@ -2,6 +2,7 @@
 
     python benchmark/report.py mujoco runs/*     # benchmark/results/mujoco.csv: a row for every finished run
     python benchmark/report.py classic runs/*    # benchmark/results/classic.csv
+    python benchmark/report.py memory runs/*     # benchmark/results/memory.csv
     python benchmark/report.py --readme          # README.md: their tables, beside published figures
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
@@ -138,6 +139,24 @@ def table(rows):
     return "\n".join(lines)
 
 
+def memory_table():
+    """Tasks that need a memory, by script and flags, the policies without one too."""
+    with open(RESULTS / "memory.csv") as file:
+        rows = list(csv.DictReader(file))
+    lines = ["Tasks that need a memory: mean return of the last 100 training episodes.", ""]
+    lines += ["| task | steps | script and flags | mean | seeds |", "|---|---|---|---|---|"]
+    groups = {}
+    for row in rows:
+        flags = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
+        key = (re.sub(".*:", "", row["env_id"]), f"{int(row['global_step']):,}", f"`{row['script']}.py {flags}`")
+        groups.setdefault(key, []).append(float(row["last_100_mean"]))
+    for key, values in groups.items():
+        mean, spread = statistics.fmean(values), statistics.pstdev(values)
+        lines.append("| " + " | ".join([*key, f"**{mean:,.1f}** ± {spread:,.1f}", str(len(values))]) + " |")
+    versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
+    return lines + ["", f"Measured with {versions}; single runs: benchmark/results/memory.csv.", ""]
+
+
 def write_readme():
     """Default runs of each of TABLES beside the rows of published.csv, between README's markers."""
     with open(ROOT / "benchmark" / "published.csv") as file:
@@ -163,6 +182,7 @@ def write_readme():
             lines.append("| " + " | ".join(cells) + " |")
         versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
         lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv.", ""]
+    lines += memory_table()
     lines += [
         "Sources and protocols: benchmark/published.csv. *: mean over seeds of each run's best evaluation, not of its"
     ]

@@ -1,12 +1,19 @@
 """Training speed beside other implementations: whole processes, at equal settings, in turn on one machine.
 
     python -m pip install -r benchmark/requirements.txt
-    python benchmark/speed.py rnn --repeats 3        # ppo_rnn.py and sb3-contrib's RecurrentPPO
-    python benchmark/speed.py discrete continuous    # SB3's PPO
+    python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
+    python benchmark/speed.py continuous-1 continuous-8 discrete   # SB3's PPO
+    python benchmark/speed.py discrete --cleanrl PATH              # CleanRL too, from a checkout
+
+CleanRL wants older packages, so PATH/.venv has to be a virtual environment for it:
+
+    python -m venv .venv
+    .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
-comes before the first step (imports, compilation); what is left is that start. Medians over the repeats, written to
-benchmark/results/speed.csv. The machine should have nothing else to do.
+comes before the first step (imports, compilation); what is left is that start. "simulator" steps the same environments
+with random actions and learns nothing. Medians over the repeats are printed and written to results/speed.csv. The machine
+should have nothing else to do.
 """
 
 import argparse
@@ -16,8 +23,10 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import distributions
+from pathlib import Path
 
 from report import RESULTS, ROOT
 
@@ -30,85 +39,127 @@ import sys; sys.path.insert(0, {root!r})
 import gymnasium, torch
 import benchmark.memory_envs
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
 from {package} import {algorithm}
 torch.set_num_threads(1)
 envs = make_vec_env(lambda: gymnasium.make({env_id!r}), {envs})
+if {normalize}:
+    envs = VecNormalize(envs)
 {algorithm}({policy!r}, envs, device="cpu", **{settings}).learn({steps})
+"""
+SIMULATOR = """
+import gymnasium
+envs = gymnasium.make_vec({env_id!r}, {envs}, vector_kwargs={{"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}})
+envs.reset(seed=0)
+actions = [envs.action_space.sample() for _ in range(256)]
+for step in range({steps} // {envs}):
+    envs.step(actions[step % 256])
 """
 
 
 def ours(script, **flags):
-    """The command line of a script of this repository."""
-
-    def command(steps, runs_dir):
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-        fixed = [f"--total-timesteps={steps}", f"--runs-dir={runs_dir}", "--checkpoint-interval=1000"]
-        return [sys.executable, str(ROOT / f"{script}.py"), *words, *fixed]
-
-    return command
+    """The command line of a script of this repository, by the number of steps."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()] + ["--checkpoint-interval=1000"]
+    return lambda steps: [sys.executable, str(ROOT / f"{script}.py"), *words, f"--total-timesteps={steps}"]
 
 
-def sb3(package, algorithm, policy, env_id, envs, **settings):
-    """The same for an algorithm of Stable-Baselines3 and its contributions, settings in its own terms."""
+def cleanrl(checkout, script, **flags):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()] + ["--no-cuda"]
+    program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / "cleanrl" / f"{script}.py")]
+    return lambda steps: [*program, *words, f"--total-timesteps={steps}"]
 
-    def command(steps, runs_dir):
-        names = {"package": package, "algorithm": algorithm, "policy": policy, "env_id": env_id, "envs": envs}
-        return [sys.executable, "-c", SB3.format(root=str(ROOT), settings=settings, steps=steps, **names)]
 
-    return command
+def sb3(env_id, envs, package="stable_baselines3", algorithm="PPO", policy="MlpPolicy", normalize=False, **settings):
+    """An algorithm of Stable-Baselines3 or its contributions, settings in its own terms."""
+    names = {"root": str(ROOT), "package": package, "algorithm": algorithm, "policy": policy, "normalize": normalize}
+    names |= {"env_id": env_id, "envs": envs, "settings": settings}
+    return lambda steps: [sys.executable, "-c", SB3.format(steps=steps, **names)]
+
+
+def simulator(env_id, envs):
+    return lambda steps: [sys.executable, "-c", SIMULATOR.format(env_id=env_id, envs=envs, steps=steps)]
 
 
 def rnn_case(separate):
-    """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs; a memory for both or one each."""
+    """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs; actor and critic share it, or have one each."""
     flags = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "recompute_advantages": False}
     flags |= {"hidden_size": 128, "separate_critic_rnn": separate, "env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
     policy = {"lstm_hidden_size": 128, "enable_critic_lstm": separate, "shared_lstm": not separate}
     settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "policy_kwargs": policy}
-    peer = sb3("sb3_contrib", "RecurrentPPO", "MlpLstmPolicy", "CartPoleNoVel-v1", 4, **settings)
+    names = {"package": "sb3_contrib", "algorithm": "RecurrentPPO", "policy": "MlpLstmPolicy"}
+    peer = sb3("CartPoleNoVel-v1", 4, **names, **settings)
     return {"sb3-contrib": (peer, 4096, 16384), "ppo_rnn": (ours("ppo_rnn", **flags), 8192, 106496)}
 
 
-def mlp_case(script, env_id, envs, steps, minibatches, epochs):
-    flags = {"env_id": env_id, "num_envs": envs, "num_steps": steps, "num_minibatches": minibatches}
-    flags |= {"update_epochs": epochs, "recompute_advantages": False}
-    settings = {"n_steps": steps, "batch_size": envs * steps // minibatches, "n_epochs": epochs}
-    peer = sb3("stable_baselines3", "PPO", "MlpPolicy", env_id, envs, **settings)
-    return {"SB3": (peer, 8192, 32768), script: (ours(script, **flags), 16384, 147456)}
+def continuous_case(envs, steps, checkout):
+    """CleanRL's settings; observations and rewards are normalised by all."""
+    flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
+    flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
+    mine = ours("ppo_continuous", **flags, log_std_init=0, recompute_advantages=False)
+    settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
+    contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
+    if checkout:
+        contestants["CleanRL"] = (cleanrl(checkout, "ppo_continuous_action", **flags), 8192, 40960)
+    contestants["ppo_continuous"] = (mine, 16384, 147456)
+    return contestants | {"simulator": (simulator("HalfCheetah-v4", envs), 8192, 139264)}
 
 
-# Contestants, peers first, with the numbers of steps that they train for.
-CASES = {
-    "rnn": rnn_case(separate=True),
-    "rnn-shared": rnn_case(separate=False),
-    "discrete": mlp_case("ppo_discrete", "CartPole-v1", 4, 128, 4, 4),
-    "continuous": mlp_case("ppo_continuous", "HalfCheetah-v4", 8, 256, 32, 10),
-}
+def discrete_case(checkout):
+    """CleanRL's ppo.py: 4 x 128 steps, 4 minibatches, 4 epochs; nothing is normalised."""
+    flags = {"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+    flags |= {"learning_rate": 2.5e-4, "ent_coef": 0.01, "clip_vloss": True}
+    settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
+    contestants = {"SB3": (sb3("CartPole-v1", 4, **settings), 8192, 73728)}
+    if checkout:
+        contestants["CleanRL"] = (cleanrl(checkout, "ppo", **flags), 8192, 73728)
+    mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False)
+    return contestants | {
+        "ppo_discrete": (mine, 16384, 278528),
+        "simulator": (simulator("CartPole-v1", 4), 8192, 278528),
+    }
+
+
+def make_cases(checkout=None):
+    """Contestants of each case, with the two numbers of steps that they train for; CleanRL where its checkout is."""
+    mine = (ours("ppo_continuous"), 16384, 147456)
+    return {
+        "continuous-1": continuous_case(1, 2048, checkout),
+        "continuous-8": continuous_case(8, 256, checkout),
+        "discrete": discrete_case(checkout),
+        "rnn": rnn_case(separate=True),
+        "rnn-shared": rnn_case(separate=False),
+        "defaults": {"ppo_continuous": mine, "simulator": (simulator("HalfCheetah-v4", 128), 8192, 139264)},
+    }
 
 
 def seconds(command):
-    start = time.perf_counter()
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")
-    return time.perf_counter() - start
+    """Wall time of a command that runs in an empty folder, which is removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")
+        return time.perf_counter() - start
 
 
-def measure(case, repeats, runs_dir):
-    """A CSV row for each contestant of a case."""
-    singles = {name: [] for name in CASES[case]}
+def measure(case, contestants, repeats):
+    """A CSV row for each contestant of a case; ratios are this repository's speed to theirs, run by run."""
+    singles = {name: [] for name in contestants}
     for repeat in range(repeats):
-        for name, (command, short, long) in CASES[case].items():
-            brief, whole = (seconds(command(steps, runs_dir)) for steps in (short, long))
+        for name, (command, short, long) in contestants.items():
+            brief, whole = (seconds(command(steps)) for steps in (short, long))
             speed = (long - short) / (whole - brief)
             singles[name].append((speed, brief - short / speed))
-            print(f"{case} {repeat + 1}/{repeats} {name}: {speed:,.0f} steps/s, {singles[name][-1][1]:.1f} s to start")
+            start = singles[name][-1][1]
+            print(f"{case} {repeat + 1}/{repeats} {name}: {speed:,.0f} steps/s, {start:.1f} s to start", flush=True)
     installed = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
     packages = " ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
-    peer = next(iter(singles))
+    (mine,) = (name for name in contestants if name.startswith("ppo_"))
     rows = []
     for name, runs in singles.items():
         speed, start = (statistics.median(column) for column in zip(*runs))
-        ratio = statistics.median(mine[0] / other[0] for mine, other in zip(runs, singles[peer]))
+        ratio = statistics.median(own[0] / other[0] for own, other in zip(singles[mine], runs))
         row = {"case": case, "contestant": name, "steps_per_second": f"{speed:.0f}", "start_seconds": f"{start:.1f}"}
         row |= {"steps_per_second_1m": f"{1e6 / (start + 1e6 / speed):.0f}", "ratio": f"{ratio:.2f}"}
         row |= {"repeats": repeats, "single_runs": " ".join(f"{speed:.0f}" for speed, _ in runs)}
@@ -118,17 +169,16 @@ def measure(case, repeats, runs_dir):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("cases", nargs="+", choices=make_cases())
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--runs-dir", default="runs")
+    parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
     args = parser.parse_args()
     path = RESULTS / "speed.csv"
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     for case in args.cases:
-        new = measure(case, args.repeats, args.runs_dir)
+        new = measure(case, make_cases(args.cleanrl and args.cleanrl.absolute())[case], args.repeats)
         rows = [row for row in rows if row["case"] != case] + new
-        for row in new:
-            print("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |")
+        print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()
