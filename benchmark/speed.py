@@ -12,8 +12,8 @@ CleanRL wants older packages, so PATH/.venv has to be a virtual environment for 
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. "simulator" steps the same environments
-with random actions and learns nothing. Medians over the repeats are printed and written to results/speed.csv. The machine
-should have nothing else to do.
+with random actions and learns nothing. Medians over the repeats are printed and written to results/speed.csv. The
+machine should have nothing else to do.
 """
 
 import argparse
@@ -49,7 +49,8 @@ if {normalize}:
 """
 SIMULATOR = """
 import gymnasium
-envs = gymnasium.make_vec({env_id!r}, {envs}, vector_kwargs={{"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}})
+mode = gymnasium.vector.AutoresetMode.SAME_STEP
+envs = gymnasium.make_vec({env_id!r}, {envs}, "sync", vector_kwargs={{"autoreset_mode": mode}})
 envs.reset(seed=0)
 actions = [envs.action_space.sample() for _ in range(256)]
 for step in range({steps} // {envs}):
