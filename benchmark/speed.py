@@ -58,16 +58,19 @@ for step in range({steps} // {envs}):
 """
 
 
+def to_words(flags):
+    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in flags.items()]
+
+
 def ours(script, **flags):
     """The command line of a script of this repository, by the number of steps."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()] + ["--checkpoint-interval=1000"]
-    return lambda steps: [sys.executable, str(ROOT / f"{script}.py"), *words, f"--total-timesteps={steps}"]
+    program = [sys.executable, str(ROOT / f"{script}.py"), "--checkpoint-interval=1000", *to_words(flags)]
+    return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
 def cleanrl(checkout, script, **flags):
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()] + ["--no-cuda"]
-    program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / "cleanrl" / f"{script}.py")]
-    return lambda steps: [*program, *words, f"--total-timesteps={steps}"]
+    program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / "cleanrl" / f"{script}.py"), "--no-cuda"]
+    return lambda steps: [*program, *to_words(flags), f"--total-timesteps={steps}"]
 
 
 def sb3(env_id, envs, package="stable_baselines3", algorithm="PPO", policy="MlpPolicy", normalize=False, **settings):
@@ -134,9 +137,10 @@ def make_cases(checkout=None):
 
 
 def seconds(command):
-    """Wall time of a command that runs in an empty folder, which is removed."""
+    """Wall time of a command that runs in an empty folder, which is removed; nothing has been compiled before."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "compiled"))
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
