@@ -390,16 +390,34 @@ def explained_variance(values, returns):
 
 
 def make_compiler(args, device):
-    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing."""
-    if args.compile:
-        options = {"fallback_random": True}  # the random numbers of eager mode
-        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
-        try:
-            torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
-            return lambda function: torch.compile(function, dynamic=False, options=options)
-        except Exception as error:  # most often there is no C++ compiler
-            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
-    return lambda function: function
+    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
+
+    A function is compiled when it is first called. In a run its arguments keep their shapes and types, so that torch
+    need not check that before every call, which takes as long as the networks themselves."""
+    if not args.compile:
+        return lambda function: function
+    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # the random numbers of eager mode
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+    try:
+        torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
+    except Exception as error:  # most often there is no C++ compiler
+        print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+        return lambda function: function
+
+    def compiled(function):
+        program = None
+
+        def call(*arguments):
+            nonlocal program
+            if program is None:
+                whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+                program = whole.aot_compile((arguments, {}))
+                program.disable_guard_check()
+            return program(*arguments)
+
+        return call
+
+    return compiled
 
 
 def make_run_dir(args):
@@ -543,13 +561,15 @@ def train(args, stop_signals=()):
 
     @torch.no_grad()
     @compiled
-    def act(raw_obs):
-        """raw_obs (N, D) -> obs (N, D), action (N, A), log_prob (N,)"""
+    def act(raw_obs, obs_row, action_row, log_prob_row):
+        """raw_obs (N, D) -> actions for the environments (N, A). What the update needs, obs (N, D), action (N, A) and
+        log_prob (N,), is written into the rows of the rollout that are given."""
         if args.norm_obs:
             agent.obs_rms.update(raw_obs)
         obs = agent.normalize_obs(raw_obs)
         action, log_prob, _, _ = agent.get_action_and_value(obs)
-        return obs, action, log_prob
+        obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
+        return action.clamp(agent.action_low, agent.action_high)
 
     @compiled
     def compute_gradient(*minibatch):
@@ -586,9 +606,9 @@ def train(args, stop_signals=()):
     obs = torch.zeros(T, N, obs_size, device=device)
     actions = torch.zeros(T, N, len(agent.action_low), device=device)
     log_probs = torch.zeros(T, N, device=device)
-    rewards = torch.zeros(T, N, device=device)
-    terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
-    truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    # What the environments return is gathered in numpy, and goes to the device once per rollout.
+    step_rewards = np.zeros((T, N), np.float32)
+    step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
@@ -609,12 +629,9 @@ def train(args, stop_signals=()):
         # -------------------------------------------------------------------------------------------- rollout
         episodes, final_obs = [], [obs.new_zeros(0, obs_size)]
         for t in range(T):
-            obs[t], actions[t], log_probs[t] = act(torch.from_numpy(next_obs).to(device))
-            env_actions = actions[t].clamp(agent.action_low, agent.action_high).cpu().numpy()
+            env_actions = act(torch.from_numpy(next_obs).to(device), obs[t], actions[t], log_probs[t]).cpu().numpy()
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.reshape(envs.action_space.shape))
-            rewards[t] = torch.from_numpy(reward)
-            terminations[t] = torch.from_numpy(terminated)
-            truncations[t] = torch.from_numpy(truncated)
+            step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
 
             global_step += N
             episode_returns += reward
@@ -632,6 +649,8 @@ def train(args, stop_signals=()):
                 episode_returns[n] = episode_lengths[n] = 0
 
         # -------------------------------------------------------------------------------------------- advantages
+        steps = (step_rewards, step_terminations, step_truncations)
+        rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)

@@ -352,6 +352,11 @@ class Agent(nn.Module):
         entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)
         return action, log_prob, entropy, value
 
+    def to_env_action(self, action):
+        """(..., K) -> (..., *shape of the action space), counted from the start of the space"""
+        action = action.to(self.action_start.dtype).unflatten(-1, self.action_start.shape or (1,)) + self.action_start
+        return action if self.action_start.shape else action.squeeze(-1)
+
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), mask(s) (A,) or (N, A) or None -> action(s) for the environment."""
@@ -363,8 +368,7 @@ class Agent(nn.Module):
             action = torch.stack([x.argmax(-1) for x in log_probs], -1)
         else:
             action = self.get_action_and_value(obs, action_mask=action_mask)[0]
-        action = action.to(self.action_start.dtype).unflatten(-1, self.action_start.shape or (1,)) + self.action_start
-        return (action if self.action_start.shape else action.squeeze(-1)).cpu().numpy()[()]
+        return self.to_env_action(action).cpu().numpy()[()]
 
 
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
@@ -462,16 +466,34 @@ def explained_variance(values, returns):
 
 
 def make_compiler(args, device):
-    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing."""
-    if args.compile:
-        options = {"fallback_random": True}  # the random numbers of eager mode
-        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
-        try:
-            torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
-            return lambda function: torch.compile(function, dynamic=False, options=options)
-        except Exception as error:  # most often there is no C++ compiler
-            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
-    return lambda function: function
+    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
+
+    A function is compiled when it is first called. In a run its arguments keep their shapes and types, so that torch
+    need not check that before every call, which takes as long as the networks themselves."""
+    if not args.compile:
+        return lambda function: function
+    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # the random numbers of eager mode
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+    try:
+        torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
+    except Exception as error:  # most often there is no C++ compiler
+        print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+        return lambda function: function
+
+    def compiled(function):
+        program = None
+
+        def call(*arguments):
+            nonlocal program
+            if program is None:
+                whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+                program = whole.aot_compile((arguments, {}))
+                program.disable_guard_check()
+            return program(*arguments)
+
+        return call
+
+    return compiled
 
 
 def make_run_dir(args):
@@ -630,13 +652,15 @@ def train(args, stop_signals=()):
 
     @torch.no_grad()
     @compiled
-    def act(raw_obs, action_mask):
-        """raw_obs (N, *D), action_mask (N, A) -> obs (N, *D), action (N, K), log_prob (N,)"""
+    def act(raw_obs, action_mask, obs_row, action_row, log_prob_row):
+        """raw_obs (N, *D), action_mask (N, A) -> actions for the environments. What the update needs, obs (N, *D),
+        action (N, K) and log_prob (N,), is written into the rows of the rollout that are given."""
         if args.norm_obs and not agent.sees_images:
             agent.obs_rms.update(raw_obs)
         obs = agent.normalize_obs(raw_obs)
         action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
-        return obs, action, log_prob
+        obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
+        return agent.to_env_action(action)
 
     @compiled
     def compute_gradient(*minibatch):
@@ -673,11 +697,11 @@ def train(args, stop_signals=()):
     obs_type = torch.uint8 if agent.sees_images else torch.float32
     obs = torch.zeros(T, N, *obs_space.shape, dtype=obs_type, device=device)
     actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
-    action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)
     log_probs = torch.zeros(T, N, device=device)
-    rewards = torch.zeros(T, N, device=device)
-    terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
-    truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    # What the environments return is gathered in numpy, and goes to the device once per rollout.
+    step_rewards = np.zeros((T, N), np.float32)
+    step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
     episode_returns, episode_lengths, frame_numbers = np.zeros(N), np.zeros(N, dtype=int), np.zeros(N, dtype=int)
 
@@ -698,14 +722,13 @@ def train(args, stop_signals=()):
         # -------------------------------------------------------------------------------------------- rollout
         episodes, final_obs = [], [obs[0, :0]]
         for t in range(T):
-            action_masks[t] = torch.from_numpy(read_action_masks(infos if args.mask_actions else {}, N, agent.sizes))
-            obs[t], actions[t], log_probs[t] = act(torch.from_numpy(next_obs).to(device), action_masks[t])
-            env_actions = actions[t].cpu().numpy().astype(action_space.dtype)
-            env_actions = env_actions.reshape(envs.action_space.shape) + action_space.start
+            has_masks = args.mask_actions and "action_mask" in infos
+            step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
+            seen = torch.from_numpy(next_obs).to(device), torch.from_numpy(step_masks[t]).to(device)
+            env_actions = act(*seen, obs[t], actions[t], log_probs[t]).cpu().numpy()
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            rewards[t] = torch.from_numpy(np.sign(reward) if args.clip_reward else reward)
-            terminations[t] = torch.from_numpy(terminated)
-            truncations[t] = torch.from_numpy(truncated)
+            step_rewards[t] = np.sign(reward) if args.clip_reward else reward
+            step_terminations[t], step_truncations[t] = terminated, truncated
 
             global_step += N
             episode_returns += reward
@@ -726,6 +749,8 @@ def train(args, stop_signals=()):
                 episode_returns[n] = episode_lengths[n] = 0
 
         # -------------------------------------------------------------------------------------------- advantages
+        steps = (step_rewards, step_terminations, step_truncations, step_masks)
+        rewards, terminations, truncations, action_masks = (torch.from_numpy(x).to(device) for x in steps)
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)

@@ -583,16 +583,34 @@ def explained_variance(values, returns):
 
 
 def make_compiler(args, device):
-    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing."""
-    if args.compile:
-        options = {"fallback_random": True}  # the random numbers of eager mode
-        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
-        try:
-            torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
-            return lambda function: torch.compile(function, dynamic=False, options=options)
-        except Exception as error:  # most often there is no C++ compiler
-            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
-    return lambda function: function
+    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
+
+    A function is compiled when it is first called. In a run its arguments keep their shapes and types, so that torch
+    need not check that before every call, which takes as long as the networks themselves."""
+    if not args.compile:
+        return lambda function: function
+    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # the random numbers of eager mode
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+    try:
+        torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
+    except Exception as error:  # most often there is no C++ compiler
+        print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+        return lambda function: function
+
+    def compiled(function):
+        program = None
+
+        def call(*arguments):
+            nonlocal program
+            if program is None:
+                whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+                program = whole.aot_compile((arguments, {}))
+                program.disable_guard_check()
+            return program(*arguments)
+
+        return call
+
+    return compiled
 
 
 def make_run_dir(args):
@@ -754,15 +772,17 @@ def train(args, stop_signals=()):
 
     @torch.no_grad()
     @compiled
-    def act(raw_obs, episode_starts, state, action_mask):
-        """raw_obs (N, *D), episode_starts (N,), state (N, S), action_mask (N, A) -> obs (N, *D), action (N, K or A),
-        log_prob (N,), next state (N, S)"""
+    def act(raw_obs, episode_start, action_mask, state, obs_row, action_row, log_prob_row):
+        """raw_obs (N, *D), episode_start (N,), action_mask (N, A), state (N, S) -> actions for the environments, next
+        state. What the update needs, obs (N, *D), action (N, K or A) and log_prob (N,), is written into the rows of the
+        rollout that are given."""
         if args.norm_obs and not agent.sees_images:
             agent.obs_rms.update(raw_obs)
         obs = agent.normalize_obs(raw_obs)
-        features, state = agent.remember(obs, state.masked_fill(episode_starts.unsqueeze(1), 0.0))
+        features, state = agent.remember(obs, state.masked_fill(episode_start.unsqueeze(1), 0.0))
         action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
-        return obs, action, log_prob, state
+        obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
+        return agent.to_env_action(action), state
 
     @compiled
     def compute_loss(*minibatch):
@@ -807,13 +827,13 @@ def train(args, stop_signals=()):
         actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
     else:
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)
-    action_masks = torch.ones(T, N, sum(agent.sizes), dtype=torch.bool, device=device)
     log_probs = torch.zeros(T, N, device=device)
-    rewards = torch.zeros(T, N, device=device)
-    terminations = torch.zeros(T, N, dtype=torch.bool, device=device)
-    truncations = torch.zeros(T, N, dtype=torch.bool, device=device)
+    # What the environments return is gathered in numpy, and goes to the device once per rollout.
+    step_rewards = np.zeros((T, N), np.float32)
+    step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
     # Row t belongs to obs[t], row T to the observation after the last step; before the first step all are starts.
-    episode_starts = torch.ones(T + 1, N, dtype=torch.bool, device=device)
+    step_starts = np.ones((T + 1, N), bool)
     state = agent.initial_state(N)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
@@ -834,20 +854,15 @@ def train(args, stop_signals=()):
 
         # -------------------------------------------------------------------------------------------- rollout
         episodes, final_obs, first_state = [], [obs[0, :0]], state
-        episode_starts[0] = episode_starts[T]
+        step_starts[0] = step_starts[T]
         for t in range(T):
-            if agent.is_discrete and args.mask_actions and "action_mask" in infos:
-                action_masks[t] = torch.from_numpy(read_action_masks(infos, N, agent.sizes))
-            else:
-                action_masks[t] = True
-            raw_obs = torch.from_numpy(next_obs).to(device)
-            obs[t], actions[t], log_probs[t], state = act(raw_obs, episode_starts[t], state, action_masks[t])
-            env_actions = agent.to_env_action(actions[t]).cpu().numpy()
-            next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-            rewards[t] = torch.from_numpy(reward)
-            terminations[t] = torch.from_numpy(terminated)
-            truncations[t] = torch.from_numpy(truncated)
-            episode_starts[t + 1] = torch.from_numpy(terminated | truncated)
+            has_masks = agent.is_discrete and args.mask_actions and "action_mask" in infos
+            step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
+            seen = (torch.from_numpy(x).to(device) for x in (next_obs, step_starts[t], step_masks[t]))
+            env_actions, state = act(*seen, state, obs[t], actions[t], log_probs[t])
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+            step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
+            step_starts[t + 1] = terminated | truncated
 
             global_step += N
             episode_returns += reward
@@ -865,6 +880,9 @@ def train(args, stop_signals=()):
                 episode_returns[n] = episode_lengths[n] = 0
 
         # -------------------------------------------------------------------------------------------- advantages
+        steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)
+        steps = (torch.from_numpy(x).to(device) for x in steps)
+        rewards, terminations, truncations, action_masks, episode_starts = steps
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
