@@ -98,13 +98,14 @@ def summarise(run_dir):
 
 
 def write_csv(name, run_dirs):
-    """Rows of earlier runs stay, but for those of the same task, exp_name and seed."""
+    """Rows of earlier runs stay, but for those of the same script, task, exp_name and seed."""
     new = [row for row in map(summarise, run_dirs) if row]
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     old = list(csv.DictReader(path.open())) if path.exists() else []
-    rows = list({(row["env_id"], row["exp_name"], int(row["seed"])): row for row in old + new}.values())
-    rows.sort(key=lambda row: (row["env_id"], row["exp_name"], int(row["seed"])))
+    names = ("script", "env_id", "exp_name", "seed")
+    rows = list({tuple(str(row[name]) for name in names): row for row in old + new}.values())
+    rows.sort(key=lambda row: (row["env_id"], row["script"], row["exp_name"], int(row["seed"])))
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
@@ -117,16 +118,17 @@ def table(rows):
     """Markdown: mean, standard deviation and the single seeds, for each task and setting."""
     groups = {}
     for row in rows:
-        groups.setdefault((row["env_id"], row["flags"]), []).append(row)
-    lines = ["| task | flags | seeds | mean | standard deviation | single runs | solved at step |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for (env_id, flags), group in groups.items():
+        groups.setdefault((row["script"], row["env_id"], row["flags"]), []).append(row)
+    lines = ["| script | task | flags | seeds | mean | standard deviation | single runs | solved at step |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for (script, env_id, flags), group in groups.items():
         values = [float(row["last_100_mean"]) for row in group]
         digits = 0 if abs(values[0]) >= 500 else 1
         mean, spread = statistics.fmean(values), statistics.pstdev(values)
         singles = ", ".join(f"{value:,.{digits}f}" for value in values)
         solved = ", ".join(row.get("solved_at") or "-" for row in group) if env_id in SOLVED else ""
         cells = [
+            script,
             env_id,
             flags or "defaults",
             len(values),
