@@ -12,9 +12,9 @@ CleanRL wants older packages, so PATH/.venv has to be a virtual environment for 
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
-nothing has been compiled yet, is measured once, and counted in the steps/s of a first run of a million steps. "simulator"
-steps the same environments with random actions and learns nothing. Medians over the repeats are printed and written to
-results/speed.csv. The machine should have nothing else to do.
+nothing has been compiled yet, is measured once, and counted in the steps/s of a first run of a million steps. The
+"simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed and
+written to results/speed.csv. The machine should have nothing else to do.
 """
 
 import argparse

@@ -501,6 +501,9 @@ def test_predict_carries_the_state(kind, cell):
             expected = agent.get_mean_and_log_std(features[t])[0].clamp(-1, 1)
         np.testing.assert_allclose(action, expected.detach().numpy(), atol=1e-5)
         np.testing.assert_allclose(first, action[0], atol=1e-5)
+    state[np.array([True, False])] = 0  # as README says, for environments whose episode has ended
+    action, _ = agent.predict(obs[0].numpy(), state)
+    np.testing.assert_allclose(action[0], agent.predict(obs[0, 0].numpy())[0], atol=1e-5)
 
 
 class Cue(gym.Env):
