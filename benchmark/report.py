@@ -41,6 +41,14 @@ TABLES = {
     "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings",
     "classic": "Classic control, `ppo_discrete.py` with its default settings (CleanRL: 500,000 steps)",
 }
+SPEED = {
+    "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
+    "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
+    "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
+    "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
+    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, an LSTM of 128 each for actor and critic",
+    "rnn-shared": "`ppo_rnn.py`, the same with one LSTM (its default)",
+}
 VERSIONS = " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
 
 
@@ -159,6 +167,30 @@ def memory_table():
     return lines + ["", f"Measured with {versions}; single runs: benchmark/results/memory.csv.", ""]
 
 
+def speed_table():
+    """Steps per second of this repository, and how many times those of others that is."""
+    with open(RESULTS / "speed.csv") as file:
+        rows = {(row["case"], row["contestant"]): row for row in csv.DictReader(file)}
+    lines = [
+        "Speed, one CPU thread each, without the start: environment steps per second, and the ratio to others at the"
+    ]
+    lines[0] += " same settings, run in turn on one machine. The simulator's share is that of its own steps in ours."
+    lines += ["", "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | simulator |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for case, title in SPEED.items():
+        (mine,) = (row for (name, contestant), row in rows.items() if name == case and contestant.startswith("ppo_"))
+        start = f"{float(mine['start_seconds']):.0f} s (first {float(mine['first_start_seconds']):.0f} s)"
+        cells = [title, f"{int(mine['steps_per_second']):,}", start]
+        for names in (("SB3", "sb3-contrib"), ("CleanRL",)):
+            ratios = [rows[case, name]["ratio"] for name in names if (case, name) in rows]
+            cells.append(f"**{float(ratios[0]):.1f}** x" if ratios else "")
+        alone = rows.get((case, "simulator"))
+        cells.append(f"{float(alone['ratio']):.0%}" if alone else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    versions = ", ".join(dict.fromkeys(row["versions"] for row in rows.values()))
+    return lines + ["", f"Measured with {versions}; `python benchmark/speed.py`.", ""]
+
+
 def write_readme():
     """Default runs of each of TABLES beside the rows of published.csv, between README's markers."""
     with open(ROOT / "benchmark" / "published.csv") as file:
@@ -184,7 +216,7 @@ def write_readme():
             lines.append("| " + " | ".join(cells) + " |")
         versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
         lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv.", ""]
-    lines += memory_table()
+    lines += memory_table() + speed_table()
     lines += [
         "Sources and protocols: benchmark/published.csv. *: mean over seeds of each run's best evaluation, not of its"
     ]
