@@ -470,15 +470,8 @@ def make_compiler(args, device):
 
     A function is compiled when it is first called. In a run its arguments keep their shapes and types, so that torch
     need not check that before every call, which takes as long as the networks themselves."""
-    if not args.compile:
-        return lambda function: function
     options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # the random numbers of eager mode
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
-    try:
-        torch.compile(lambda x: x + 1, options=options)(torch.zeros(8, device=device))
-    except Exception as error:  # most often there is no C++ compiler
-        print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
-        return lambda function: function
 
     def compiled(function):
         program = None
@@ -493,7 +486,13 @@ def make_compiler(args, device):
 
         return call
 
-    return compiled
+    if args.compile:
+        try:
+            compiled(lambda x: x + 1)(torch.zeros(8, device=device))
+            return compiled
+        except Exception as error:  # most often there is no C++ compiler
+            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+    return lambda function: function
 
 
 def make_run_dir(args):
