@@ -80,7 +80,7 @@ class Args:  # the comments are what --help prints
     seed: int = 1  # random seed of networks, policy noise and environments (each of them gets its own)
     torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images and minibatches of 4096, otherwise cpu
-    compile: bool = True  # torch.compile: some 10 s at the start, 30 on a new machine, then 2-3 times faster; off: eager
+    compile: bool = True  # torch.compile: 10 s at the start, 30 on a new machine, then 2-3 times faster; off: eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
     evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; --eval-*, --seed, --capture-video
