@@ -46,8 +46,9 @@ SPEED = {
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
-    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, an LSTM of 128 each for actor and critic",
-    "rnn-shared": "`ppo_rnn.py`, the same with one LSTM (its default)",
+    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128 as by default: one here, two there",
+    "rnn-shared": "the same with one LSTM on both sides",
+    "rnn-separate": "the same with two LSTMs on both sides",
 }
 VERSIONS = " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
 

@@ -131,7 +131,8 @@ def make_cases(checkout=None):
         "continuous-1": continuous_case(1, 2048, checkout),
         "continuous-8": continuous_case(8, 256, checkout),
         "discrete": discrete_case(checkout),
-        "rnn": rnn_case(separate=True),
+        "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
+        "rnn-separate": rnn_case(separate=True),
         "rnn-shared": rnn_case(separate=False),
         "defaults": {"ppo_continuous": mine, "simulator": (simulator("HalfCheetah-v4", 128), 8192, 139264)},
     }
