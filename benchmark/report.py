@@ -159,7 +159,11 @@ def memory_table():
     groups = {}
     for row in rows:
         flags = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
-        key = (re.sub(".*:", "", row["env_id"]), f"{int(row['global_step']):,}", f"`{row['script']}.py {flags}`")
+        key = (
+            re.sub(".*:", "", row["env_id"]),
+            f"{int(row['global_step']):,}",
+            f"`{row['script']}.py {flags}".strip() + "`",
+        )
         groups.setdefault(key, []).append(float(row["last_100_mean"]))
     for key, values in groups.items():
         mean, spread = statistics.fmean(values), statistics.pstdev(values)
@@ -175,8 +179,11 @@ def speed_table():
     lines = [
         "Speed, one CPU thread each, without the start: environment steps per second, and the ratio to others at the"
     ]
-    lines[0] += " same settings, run in turn on one machine. The simulator's share is that of its own steps in ours."
-    lines += ["", "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | simulator |"]
+    lines[0] += " same settings, run in turn on one machine; in the last column, to the environments alone."
+    lines += [
+        "",
+        "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | environments alone |",
+    ]
     lines += ["|---|---|---|---|---|---|"]
     for case, title in SPEED.items():
         (mine,) = (row for (name, contestant), row in rows.items() if name == case and contestant.startswith("ppo_"))
