@@ -468,9 +468,10 @@ def explained_variance(values, returns):
 def make_compiler(args, device):
     """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
 
-    A function is compiled when it is first called. In a run its arguments keep their shapes and types, so that torch
-    need not check that before every call, which takes as long as the networks themselves."""
-    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # the random numbers of eager mode
+    A function is compiled when it is first called. What it closes over is taken as constant from then on: torch's
+    guards, which check that before every call, take as long as these networks. Other shapes are still an error."""
+    options = {"fallback_random": True}  # the random numbers of eager mode
+    options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
 
     def compiled(function):
@@ -669,7 +670,7 @@ def train(args, stop_signals=()):
     @torch.no_grad()
     @compiled
     def apply_gradient(gradient, approx_kl):
-        flat_parameters.grad.copy_(gradient)
+        flat_parameters.grad.copy_(gradient)  # an assignment would cut the compiled step in two
         if args.max_grad_norm > 0:
             clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
         if args.desired_kl is not None:

@@ -207,10 +207,9 @@ def make_envs(args):
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         fail(f"{args.env_id} has observations that cannot be flattened into a vector of one size")
-    action_space, kinds = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.Box)
-    if not isinstance(action_space, kinds) or (
-        isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind != "f"
-    ):
+    action_space, discrete = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    is_real = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
+    if not is_real and not isinstance(action_space, discrete):
         kind = type(action_space).__name__
         fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or a Box of real numbers is needed")
     return envs
@@ -316,9 +315,8 @@ class Memory(nn.Module):
         through a shut gate, forwards and backwards. With starts at t = 0 and 2 the kernel sees reset, x[0], x[1],
         reset, x[2], ...; columns with fewer starts than others end with resets that nothing reads."""
         T, n = episode_starts.shape
-        rows = torch.arange(T, device=inputs.device).unsqueeze(1) + episode_starts.cumsum(
-            0
-        )  # (T, n): t + starts so far
+        steps = torch.arange(T, device=inputs.device).unsqueeze(1)
+        rows = steps + episode_starts.cumsum(0)  # (T, n): t + starts so far
         place = (rows * n + torch.arange(n, device=inputs.device)).flatten()  # (T * n,)
         x = inputs.new_zeros((int(rows[-1].max()) + 1) * n, inputs.shape[2] + 1)
         x[:, -1] = 1.0
@@ -585,9 +583,10 @@ def explained_variance(values, returns):
 def make_compiler(args, device):
     """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
 
-    A function is compiled when it is first called. In a run its arguments keep their shapes and types, so that torch
-    need not check that before every call, which takes as long as the networks themselves."""
-    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # the random numbers of eager mode
+    A function is compiled when it is first called. What it closes over is taken as constant from then on: torch's
+    guards, which check that before every call, take as long as these networks. Other shapes are still an error."""
+    options = {"fallback_random": True}  # the random numbers of eager mode
+    options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
 
     def compiled(function):
@@ -717,7 +716,7 @@ def train(args, stop_signals=()):
     num_iterations = args.total_timesteps // B
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.rnn.fp32_precision = "ieee"  # the replay of a minibatch gives what single steps gave
-    warnings.filterwarnings("ignore", message="RNN module weights")  # they are one piece of memory, in another order
+    warnings.filterwarnings("ignore", message="RNN module weights")  # scattered in memory: a matter of speed
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what LSTM and GRU need for it on CUDA
     torch.manual_seed(args.seed)
@@ -788,7 +787,7 @@ def train(args, stop_signals=()):
         return ppo_loss(agent, args, clip_scale, *minibatch)
 
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
-        # Not compiled: its length, T + the most starts in a column, differs between minibatches and would compile anew.
+        # The replay is not compiled: its length, T + the most starts in a column, differs between minibatches.
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
         loss, metrics = compute_loss(features, *(x.flatten(0, 1) for x in minibatch))
         return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
@@ -796,7 +795,7 @@ def train(args, stop_signals=()):
     @torch.no_grad()
     @compiled
     def apply_gradient(gradient, approx_kl):
-        flat_parameters.grad.copy_(gradient)
+        flat_parameters.grad.copy_(gradient)  # an assignment would cut the compiled step in two
         if args.max_grad_norm > 0:
             clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
         if args.desired_kl is not None:

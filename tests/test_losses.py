@@ -286,3 +286,16 @@ def test_desired_kl_moves_the_learning_rate(script, small_args):
     for desired_kl, low, high in [(10.0, 0.0099, 0.0101), (1e-6, 0.9e-5, 1e-4)]:
         _, run_dir = script.train(small_args(total_timesteps=640, desired_kl=desired_kl))
         assert low <= scalars(run_dir)["charts/learning_rate"][-1][1] <= high
+
+
+def test_compiled_functions_refuse_other_shapes_and_types():
+    """They are called without torch's guards: what they were not compiled for has to be an error, no wrong number."""
+    import ppo_continuous
+
+    weight, x = torch.randn(4, 3), torch.randn(8, 4)
+    function = ppo_continuous.make_compiler(ppo_continuous.Args(), x.device)(lambda x: (x @ weight).tanh())
+    torch.testing.assert_close(function(x), (x @ weight).tanh())
+    torch.testing.assert_close(function(2 * x), (2 * x @ weight).tanh())
+    for other in (x[:5], torch.randn(9, 4), x.double(), torch.randn(4, 8).T):
+        with pytest.raises(RuntimeError):
+            function(other)
