@@ -1,11 +1,13 @@
-"""Run folders -> a small CSV in benchmark/results/ -> the table in README.md.
+"""Run folders -> small CSVs in benchmark/results/ -> the tables and pictures of README.md.
 
-    python benchmark/report.py mujoco runs/*     # benchmark/results/mujoco.csv: a row for every finished run
-    python benchmark/report.py classic runs/*    # benchmark/results/classic.csv
-    python benchmark/report.py memory runs/*     # benchmark/results/memory.csv
-    python benchmark/report.py --readme          # README.md: their tables, beside published figures
+    python benchmark/report.py mujoco runs/*     # results/mujoco.csv, a row per finished run, and mujoco_curves.csv
+    python benchmark/report.py classic runs/*    # the same for any other name
+    python benchmark/report.py --random          # results/random.csv: random actions on all tasks of README
+    python benchmark/report.py --readme          # README.md: tables beside published figures, learning curves
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
+Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
+Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021).
 """
 
 import csv
@@ -16,31 +18,29 @@ import platform
 import re
 import statistics
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
 import torch
+from scipy.stats import trim_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-FIELDS = [
-    "script",
-    "env_id",
-    "exp_name",
-    "seed",
-    "global_step",
-    "last_100_mean",
-    "best_100_mean",
-    "episodes",
-    "seconds",
-]
-FIELDS += ["solved_at", "flags", "versions"]
+FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
+FIELDS += ["episodes", "seconds", "solved_at", "flags", "versions", "commit", "hardware"]
+# Arguments that say where and how a run went, not what it did.
+WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "num_threads", "resume", "checkpoint_interval", "compile"}
+WHERE_AND_HOW |= {"track", "wandb_project_name", "wandb_entity", "capture_video"}
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}  # mean return of 100 episodes
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
-TABLES = {
-    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings",
-    "classic": "Classic control, `ppo_discrete.py` with its default settings (CleanRL: 500,000 steps)",
+SUITES = {
+    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks",
+    "classic": "Classic control",
+    "memory": "Tasks that need a memory",
 }
+CURVE_POINTS = 50
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
@@ -50,126 +50,154 @@ SPEED = {
     "rnn-shared": "the same with one LSTM on both sides",
     "rnn-separate": "the same with two LSTMs on both sides",
 }
-VERSIONS = " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+
+
+def installed_versions():
+    found = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
+    return " ".join(
+        [f"python {platform.python_version()}", *(f"{name} {found[name]}" for name in PACKAGES if name in found)]
+    )
+
+
+VERSIONS = installed_versions()
+
+
+def read_csv(path):
+    if not path.exists():
+        return []
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path, fields, rows):
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def last_step(run_dir):
+    """The global step at which the last episode of a run folder ended; 0 without episodes."""
+    *_, last = (run_dir / "episodes.csv").read_text().splitlines()[1:] or [""]
+    return int(last.split(",")[0]) if last.count(",") == 3 else 0
+
+
+def rolling_mean(returns, window=100):
+    """Mean of the last `window` numbers up to each one, of fewer at the beginning."""
+    sums = np.concatenate([[0.0], np.cumsum(returns)])
+    first = np.maximum(np.arange(len(returns)) + 1 - window, 0)
+    return (sums[1:] - sums[first]) / (np.arange(len(returns)) + 1 - first)
 
 
 def summarise(run_dir):
     """The CSV row of a run folder, or None where the run has not finished. `flags` are the arguments that differ from
     the script's present defaults."""
+    if not (run_dir / "checkpoint.pt").is_file():
+        return None
     sys.path.insert(0, str(ROOT))
     args = json.loads((run_dir / "args.json").read_text())
     (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
-    module = importlib.import_module(re.sub(r"^v\d+_", "", script))
+    script = re.sub(r"^v\d+_", "", script)
+    module = importlib.import_module(script)
     atari = args["env_id"].startswith("ALE/") and hasattr(module, "ATARI")
     defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
-    # Where and how the run went, not what it did.
-    ignored = {
-        "env_id",
-        "seed",
-        "exp_name",
-        "runs_dir",
-        "num_threads",
-        "resume",
-        "checkpoint_interval",
-        "compile",
-        "track",
-    }
-    changed = [name for name in args if args[name] != defaults.get(name) and name not in ignored]
-    flags = [f"--{name.replace('_', '-')}={args[name]}" for name in changed]
-    with open(run_dir / "episodes.csv") as file:
-        episodes = list(csv.DictReader(file))
-    returns = [float(row["episodic_return"]) for row in episodes]
+    changed = [name for name in args if args[name] != defaults.get(name) and name not in WHERE_AND_HOW]
     batch_size = args["num_envs"] * args["num_steps"]
-    wanted = args["total_timesteps"] // batch_size * batch_size
-    if not (run_dir / "checkpoint.pt").is_file():
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    episodes = read_csv(run_dir / "episodes.csv")
+    if checkpoint["global_step"] < args["total_timesteps"] // batch_size * batch_size or not episodes:
         return None
-    done = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    if done["global_step"] < wanted or not returns:
-        return None
-    window = min(100, len(returns))
-    means = [statistics.fmean(returns[i - window : i]) for i in range(window, len(returns) + 1)]
-    solved = SOLVED.get(args["env_id"], float("inf"))
-    solved_at = [episodes[i + window - 1]["global_step"] for i, mean in enumerate(means) if mean >= solved]
+    means = rolling_mean([float(row["episodic_return"]) for row in episodes])
+    whole = min(100, len(means)) - 1  # the first mean of 100 episodes
+    solved = np.flatnonzero(means[whole:] >= SOLVED.get(args["env_id"], np.inf))
+    record = run_dir / "benchmark.json"
+    record = json.loads(record.read_text()) if record.exists() else {"versions": VERSIONS}
     return {
-        "script": re.sub(r"^v\d+_", "", script),
+        "script": script,
         "env_id": args["env_id"],
         "exp_name": args["exp_name"],
         "seed": args["seed"],
-        "global_step": done["global_step"],
+        "global_step": checkpoint["global_step"],
         "last_100_mean": f"{means[-1]:.1f}",
-        "best_100_mean": f"{max(means):.1f}",
-        "episodes": len(returns),
-        "seconds": f"{done['seconds']:.0f}",
-        "solved_at": solved_at[0] if solved_at else "",
-        "flags": " ".join(flags),
-        "versions": VERSIONS,
+        "best_100_mean": f"{means[whole:].max():.1f}",
+        "evaluation": f"{record['evaluation']:.1f}" if "evaluation" in record else "",
+        "episodes": len(episodes),
+        "seconds": f"{checkpoint['seconds']:.0f}",
+        "solved_at": episodes[whole + solved[0]]["global_step"] if len(solved) else "",
+        "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
+        "versions": record["versions"],
+        "commit": record.get("commit", ""),
+        "hardware": record.get("hardware", ""),
     }
 
 
+def curve(run_dir, global_step):
+    """[(step, seconds, mean return of the last 100 episodes)] at CURVE_POINTS even steps of a run, from the first that
+    has an episode behind it; between the ends of episodes on straight lines."""
+    episodes = read_csv(run_dir / "episodes.csv")
+    steps = np.array([int(row["global_step"]) for row in episodes])
+    last = np.flatnonzero(np.diff(steps, append=np.inf))  # where environments end in the same step, the last of them
+    means = rolling_mean([float(row["episodic_return"]) for row in episodes])
+    seconds = np.array([float(row["seconds"]) for row in episodes])
+    grid = np.linspace(0, global_step, CURVE_POINTS + 1)[1:]
+    grid = grid[grid >= steps[0]]
+    return [(round(at), *(np.interp(at, steps[last], y[last]) for y in (seconds, means))) for at in grid]
+
+
 def write_csv(name, run_dirs):
-    """Rows of earlier runs stay, but for those of the same script, task, exp_name and seed."""
-    new = [row for row in map(summarise, run_dirs) if row]
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.csv"
-    old = list(csv.DictReader(path.open())) if path.exists() else []
-    names = ("script", "env_id", "exp_name", "seed")
-    rows = list({tuple(str(row[name]) for name in names): row for row in old + new}.values())
-    rows.sort(key=lambda row: (row["env_id"], row["script"], row["exp_name"], int(row["seed"])))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"{len(new)} of {len(run_dirs)} runs -> {path.relative_to(ROOT)}, which has {len(rows)} now")
-    print(table(rows))
+    """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed."""
+    key = ("script", "env_id", "exp_name", "flags", "seed")
+    found = [
+        (run_dir, row) for run_dir in run_dirs if (run_dir / "args.json").is_file() and (row := summarise(run_dir))
+    ]
+    rows, curves = read_csv(RESULTS / f"{name}.csv"), read_csv(RESULTS / f"{name}_curves.csv")
+    for run_dir, row in found:
+        same = [str(row[field]) for field in key]
+        rows = [old for old in rows if [str(old[field]) for field in key] != same] + [row]
+        curves = [old for old in curves if [old[field] for field in key] != same]
+        for step, seconds, mean in curve(run_dir, row["global_step"]):
+            point = {"global_step": step, "seconds": f"{seconds:.0f}", "mean_return": f"{mean:.5g}"}
+            curves.append(dict(zip(key, same)) | point)
+    for table in (rows, curves):  # points of one run stay in their order
+        table.sort(key=lambda row: (row["env_id"], row["script"], row["exp_name"], row["flags"], int(row["seed"])))
+    write_rows(RESULTS / f"{name}.csv", FIELDS, rows)
+    write_rows(RESULTS / f"{name}_curves.csv", [*key, "global_step", "seconds", "mean_return"], curves)
+    print(f"{len(found)} of {len(run_dirs)} runs -> {RESULTS / name}.csv, which has {len(rows)} now")
+    print(settings_table(rows))
 
 
-def table(rows):
-    """Markdown: mean, standard deviation and the single seeds, for each task and setting."""
+def group_by(rows, *fields):
     groups = {}
     for row in rows:
-        groups.setdefault((row["script"], row["env_id"], row["flags"]), []).append(row)
+        groups.setdefault(tuple(row[field] for field in fields), []).append(row)
+    return groups
+
+
+def settings_table(rows):
+    """Markdown: mean, standard deviation and the single seeds, for each task and setting."""
     lines = ["| script | task | flags | seeds | mean | standard deviation | single runs | solved at step |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    for (script, env_id, flags), group in groups.items():
+    for (script, env_id, flags), group in group_by(rows, "script", "env_id", "flags").items():
         values = [float(row["last_100_mean"]) for row in group]
         digits = 0 if abs(values[0]) >= 500 else 1
-        mean, spread = statistics.fmean(values), statistics.pstdev(values)
-        singles = ", ".join(f"{value:,.{digits}f}" for value in values)
-        solved = ", ".join(row.get("solved_at") or "-" for row in group) if env_id in SOLVED else ""
-        cells = [
-            script,
-            env_id,
-            flags or "defaults",
-            len(values),
-            f"{mean:,.{digits}f}",
-            f"{spread:,.{digits}f}",
-            singles,
-            solved,
-        ]
+        cells = [script, env_id, flags or "defaults", len(values), f"{statistics.fmean(values):,.{digits}f}"]
+        cells += [f"{statistics.pstdev(values):,.{digits}f}", ", ".join(f"{value:,.{digits}f}" for value in values)]
+        cells += [", ".join(row["solved_at"] or "-" for row in group) if env_id in SOLVED else ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-def memory_table():
-    """Tasks that need a memory, by script and flags, the policies without one too."""
-    with open(RESULTS / "memory.csv") as file:
-        rows = list(csv.DictReader(file))
-    lines = ["Tasks that need a memory: mean return of the last 100 training episodes.", ""]
-    lines += ["| task | steps | script and flags | mean | seeds |", "|---|---|---|---|---|"]
-    groups = {}
-    for row in rows:
-        flags = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
-        key = (
-            re.sub(".*:", "", row["env_id"]),
-            f"{int(row['global_step']):,}",
-            f"`{row['script']}.py {flags}".strip() + "`",
-        )
-        groups.setdefault(key, []).append(float(row["last_100_mean"]))
-    for key, values in groups.items():
-        mean, spread = statistics.fmean(values), statistics.pstdev(values)
-        lines.append("| " + " | ".join([*key, f"**{mean:,.1f}** ± {spread:,.1f}", str(len(values))]) + " |")
-    versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
-    return lines + ["", f"Measured with {versions}; single runs: benchmark/results/memory.csv.", ""]
+def bootstrap_interval(scores, statistic, resamples=10_000):
+    """95% interval of statistic([scores of a task, ...]), seeds drawn anew with replacement within each task."""
+    rng = np.random.default_rng(0)
+    draws = [statistic([rng.choice(task, len(task)) for task in scores]) for _ in range(resamples)]
+    return np.percentile(draws, [2.5, 97.5])
+
+
+def interquartile_mean(scores):
+    """Mean of the middle half of all runs on all tasks (Agarwal et al. 2021)."""
+    return trim_mean(np.concatenate(scores), 0.25)
 
 
 def speed_table():
@@ -199,36 +227,147 @@ def speed_table():
     return lines + ["", f"Measured with {versions}; `python benchmark/speed.py`.", ""]
 
 
+def play_at_random(env_id, steps=100_000, episodes=100):
+    """Mean return of random actions, over that many episodes or steps, whichever is less; illegal ones are masked."""
+    env = gym.make(env_id)
+    env.action_space.seed(0)
+    returns, taken = [], 0
+    while len(returns) < episodes and taken < steps:
+        _, info = env.reset(seed=len(returns))
+        returns.append(0.0)
+        ended = False
+        while not ended:
+            mask = {"mask": info["action_mask"]} if "action_mask" in info else {}
+            _, reward, terminated, truncated, info = env.step(env.action_space.sample(**mask))
+            returns[-1] += float(reward)
+            taken += 1
+            ended = terminated or truncated
+    return {"env_id": env_id, "mean_return": f"{statistics.fmean(returns):.1f}", "episodes": len(returns)}
+
+
+def write_random():
+    sys.path.insert(0, str(ROOT))  # for benchmark.memory_envs
+    tasks = dict.fromkeys(row["env_id"] for name in SUITES for row in read_csv(RESULTS / f"{name}.csv"))
+    rows = [play_at_random(env_id) | {"versions": VERSIONS} for env_id in tasks]
+    write_rows(RESULTS / "random.csv", ["env_id", "mean_return", "episodes", "versions"], rows)
+
+
+def read_suite(name):
+    """{(env_id, script, flags without the number of steps): rows}, in the order of published.csv."""
+    rows = read_csv(RESULTS / f"{name}.csv")
+    order = [row["env_id"] for row in read_csv(ROOT / "benchmark" / "published.csv")]
+    rows.sort(key=lambda row: order.index(row["env_id"]) if row["env_id"] in order else len(order))
+    for row in rows:
+        row["settings"] = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
+    return group_by(rows, "env_id", "script", "settings")
+
+
+def number(value, unit):
+    return f"{float(value):,.{0 if unit >= 500 else 1}f}"
+
+
+def suite_table(name):
+    """Markdown: a suite beside published figures, and, where these are known, its interquartile mean."""
+    published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
+    random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
+    suite = read_suite(name)
+    trpo = any((env_id, "trpo") in published for env_id, _, _ in suite)
+    lines = [f"{SUITES[name]}. Mean return of the last 100 training episodes, with its 95% interval over seeds; and of"]
+    lines[0] += " ten episodes that the trained agent plays without exploring."
+    columns = ["task", "steps", "last 100 episodes", "95%", "seeds", "evaluated", "CleanRL", "highest PPO found"]
+    columns += ["TRPO"] if trpo else []
+    lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    scores = []
+    for (env_id, script, settings), rows in suite.items():
+        values = np.array([float(row["last_100_mean"]) for row in rows])
+        low, high = bootstrap_interval([values], np.mean) if len(values) > 1 else (np.nan, np.nan)
+        evaluations = [float(row["evaluation"]) for row in rows if row["evaluation"]]
+        unit = np.abs(values).max()
+        task = re.sub(".*[:/]", "", env_id)
+        if name != "mujoco":
+            task += f", `{script}.py{' ' * bool(settings)}{settings}`"
+        cells = [task, f"{int(rows[0]['global_step']):,}", f"**{number(values.mean(), unit)}**"]
+        cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", str(len(values))]
+        cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
+        for column in ("cleanrl", "highest", "trpo")[: 2 + trpo]:
+            row = published.get((env_id, column))
+            cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
+        lines.append("| " + " | ".join(cells) + " |")
+        if env_id in random and (env_id, "highest") in published:
+            highest = float(published[env_id, "highest"]["mean_return"])
+            scores.append((values - random[env_id]) / (highest - random[env_id]))
+    if name == "mujoco" and scores:
+        low, high = bootstrap_interval(scores, interquartile_mean, 2000)
+        text = (
+            f"Interquartile mean over these tasks: **{interquartile_mean(scores):.2f}** (95%: {low:.2f} to {high:.2f}),"
+        )
+        lines += ["", text + " where 0 is random actions and 1 the highest PPO figure found."]
+    rows = [row for rows in suite.values() for row in rows]
+    versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
+    lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv."]
+    if (RESULTS / f"{name}.png").exists():
+        lines += ["", f"![Learning curves: {name}](benchmark/results/{name}.png)", ""]
+        lines += [f"The same over wall time: [benchmark/results/{name}_time.png](benchmark/results/{name}_time.png)."]
+    return lines + [""]
+
+
+def draw_curves(name):
+    """results/NAME.png and NAME_time.png: for each task the mean over seeds, each seed as a thin line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
+    order = list(dict.fromkeys(env_id for env_id, _, _ in read_suite(name)))
+    tasks = group_by(read_csv(RESULTS / f"{name}_curves.csv"), "env_id")
+    order = [env_id for env_id in order if (env_id,) in tasks]
+    if not order:
+        return
+    columns = 3
+    height = -(-len(order) // columns)
+    for x, label, scale, suffix in (("global_step", "steps (thousands)", 1e3, ""), ("seconds", "minutes", 60, "_time")):
+        figure, axes = plt.subplots(height, columns, figsize=(11, 2.9 * height), squeeze=False, layout="constrained")
+        for axis in axes.flat[len(order) :]:
+            axis.axis("off")
+        for axis, env_id in zip(axes.flat, order):
+            settings = group_by(tasks[env_id,], "script", "flags")
+            for color, ((script, _), points) in enumerate(settings.items()):
+                runs = [
+                    np.array([[float(p[x]) / scale, float(p["mean_return"])] for p in run])
+                    for run in group_by(points, "seed", "exp_name").values()
+                ]
+                for run in runs:
+                    axis.plot(*run.T, color=f"C{color}", alpha=0.3, linewidth=0.8)
+                start, end = max(run[0, 0] for run in runs), min(run[-1, 0] for run in runs)
+                grid = np.linspace(start, end, CURVE_POINTS)
+                mean = np.mean([np.interp(grid, *run.T) for run in runs], 0)
+                axis.plot(grid, mean, color=f"C{color}", linewidth=2, label=f"{script}.py, {len(runs)} seeds")
+            for column, style, text in (("cleanrl", ":", "CleanRL"), ("highest", "--", "highest PPO found")):
+                if row := published.get((env_id, column)):
+                    axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1, label=text)
+            axis.set_title(re.sub(".*[:/]", "", env_id), fontsize=11)
+            axis.set_xlim(left=0)
+            axis.grid(alpha=0.25)
+            axis.legend(fontsize=7, loc="lower right")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("return, last 100 episodes")
+        figure.supxlabel(label, fontsize=10)
+        figure.savefig(RESULTS / f"{name}{suffix}.png", dpi=110)
+        plt.close(figure)
+
+
 def write_readme():
-    """Default runs of each of TABLES beside the rows of published.csv, between README's markers."""
-    with open(ROOT / "benchmark" / "published.csv") as file:
-        published = {(row["env_id"], row["column"]): row for row in csv.DictReader(file)}
+    """Tables and pictures of all suites, between README's markers."""
     lines = []
-    for name, title in TABLES.items():
-        with open(RESULTS / f"{name}.csv") as file:
-            rows = [row for row in csv.DictReader(file) if not re.sub(r"--total-timesteps=\d+", "", row["flags"])]
-        lines += [f"{title}: mean return of the last 100 training episodes, ± standard deviation over seeds.", ""]
-        lines += ["| task | steps | this repository | seeds | CleanRL | highest PPO figure found |"]
-        lines += ["|---|---|---|---|---|---|"]
-        for env_id in dict.fromkeys(row["env_id"] for row in rows):
-            ours = [row for row in rows if row["env_id"] == env_id]
-            values = [float(row["last_100_mean"]) for row in ours]
-            mean, spread = statistics.fmean(values), statistics.pstdev(values)
-            digits = 0 if abs(mean) >= 1000 else 1
-            deviation = f" ± {spread:,.{digits}f}" if len(values) > 1 else ""
-            cells = [env_id, f"{int(ours[0]['global_step']):,}", f"**{mean:,.{digits}f}**{deviation}"]
-            cells += [f"{len(values)}"]
-            for column in ("cleanrl", "highest"):
-                row = published.get((env_id, column))
-                cells.append(f"{float(row['mean_return']):,.{digits}f}{row['mark']}" if row else "")
-            lines.append("| " + " | ".join(cells) + " |")
-        versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
-        lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv.", ""]
-    lines += memory_table() + speed_table()
+    for name in SUITES:
+        draw_curves(name)
+        lines += suite_table(name)
+    lines += speed_table()
     lines += [
-        "Sources and protocols: benchmark/published.csv. *: mean over seeds of each run's best evaluation, not of its"
+        "Sources and protocols: benchmark/published.csv. *: mean over seeds of the best evaluation during a run, not of"
     ]
-    lines[-1] += " last episodes. †: a single run, evaluated without exploration."
+    lines[-1] += " its last episodes. †: a single run, evaluated without exploration."
     readme = ROOT / "README.md"
     start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
     before, rest = readme.read_text().split(start)
@@ -238,7 +377,9 @@ def write_readme():
 if __name__ == "__main__":
     if sys.argv[1:] == ["--readme"]:
         write_readme()
-    elif len(sys.argv) > 2:
+    elif sys.argv[1:] == ["--random"]:
+        write_random()
+    elif len(sys.argv) > 2 and not sys.argv[1].startswith("-"):
         write_csv(sys.argv[1], [Path(path) for path in sys.argv[2:]])
     else:
         raise SystemExit(__doc__)

@@ -1,18 +1,29 @@
 """benchmark/: what it measures is what happened."""
 
 import csv
+import re
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import yaml
 from conftest import ROOT, SMALL, run
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 import ppo_discrete
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import report
+import run as suites
 import speed
+
+SWEEPS = sorted((ROOT / "benchmark" / "sweeps").glob("*.yaml"))
+QUICK = ["--total-timesteps=4096", "--", "--no-compile", "--update-epochs=1", "--checkpoint-interval=1"]
 
 
 @pytest.mark.parametrize("name", ["CartPole", "Pendulum", "MountainCar", "Acrobot"])
@@ -48,24 +59,236 @@ def test_masked_environment_from_the_command_line(tmp_path):
     assert finished.returncode == 0 and "mean" in finished.stdout, finished.stderr
 
 
-def test_report_of_a_run(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def finished_runs(tmp_path_factory):
+    """CartPole with two seeds, as benchmark/run.py trains it: a runs_dir, and what it printed."""
+    runs_dir = tmp_path_factory.mktemp("runs")
+    done = start_suite(runs_dir).communicate(timeout=300)[0]
+    return runs_dir, done
+
+
+def start_suite(runs_dir, *words, flags=()):
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), "--suite=classic", "--tasks=CartPole-v1"]
+    command += ["--seeds=2", "--jobs=2", "--eval-episodes=1", f"--runs-dir={runs_dir}", *words, *QUICK, *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_dirs(runs_dir):
+    return sorted(path for path in Path(runs_dir).iterdir() if path.name != "logs")
+
+
+def test_report_of_a_run(finished_runs, tmp_path, monkeypatch):
     """The row of a run: the mean of its last 100 episodes, the flags that are not default; nothing for an unfinished
-    run; a run of the same task, name and seed takes the place of the one before."""
-    flags = {"total_timesteps": 4096, "compile": False, "update_epochs": 1, "gamma": 0.9}
-    _, run_dir = ppo_discrete.train(ppo_discrete.Args(runs_dir=str(tmp_path), **flags))
+    run; a run of the same settings and seed takes the place of the one before, another one does not."""
+    run_dir, other = run_dirs(finished_runs[0])
     with open(run_dir / "episodes.csv") as file:
-        returns = [float(row["episodic_return"]) for row in csv.DictReader(file)]
+        episodes = list(csv.DictReader(file))
+    returns = [float(row["episodic_return"]) for row in episodes]
     row = report.summarise(run_dir)
     assert len(returns) > 100 and row["episodes"] == len(returns)
     assert float(row["last_100_mean"]) == pytest.approx(np.mean(returns[-100:]), abs=0.05)
-    assert row["flags"] == "--total-timesteps=4096 --gamma=0.9 --update-epochs=1"
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    for _ in range(2):
-        report.write_csv("some", [run_dir])
-    assert len((tmp_path / "results" / "some.csv").read_text().splitlines()) == 2
-    (run_dir / "checkpoint.pt").unlink()
+    hundreds = [np.mean(returns[i : i + 100]) for i in range(len(returns) - 99)]
+    assert float(row["best_100_mean"]) == pytest.approx(max(hundreds), abs=0.05)
+    assert row["flags"] == "--total-timesteps=4096 --update-epochs=1"
+    step, _, mean = report.curve(run_dir, row["global_step"])[-1]
+    assert (step, mean) == (4096, pytest.approx(np.mean(returns[-100:])))
+    early = [float(row["episodic_return"]) for row in episodes if int(row["global_step"]) <= 1024]
+    at = {step: mean for step, _, mean in report.curve(run_dir, 4096)}
+    before = max(int(row["global_step"]) for row in episodes if int(row["global_step"]) <= 1024)
+    assert len(early) < 100 and before > 1000 and at[1065] == pytest.approx(np.mean(early), rel=0.15)
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for paths in ([run_dir], [run_dir, other], [run_dir, tmp_path / "logs"]):
+        report.write_csv("some", paths)
+    assert len(report.read_csv(tmp_path / "some.csv")) == 2
+    points = report.read_csv(tmp_path / "some_curves.csv")
+    assert len(points) == len({(point["seed"], point["global_step"]) for point in points}) > report.CURVE_POINTS
+    checkpoint = (run_dir / "checkpoint.pt").rename(tmp_path / "checkpoint.pt")
     assert report.summarise(run_dir) is None
+    checkpoint.rename(run_dir / "checkpoint.pt")
+
+
+def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
+    """What README gets is what the runs did, beside the published figure; curves end where the table says."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    report.write_csv("classic", run_dirs(finished_runs[0]))
+    report.draw_curves("classic")
+    rows = report.read_csv(tmp_path / "classic.csv")
+    values = [float(row["last_100_mean"]) for row in rows]
+    (line,) = (line for line in report.suite_table("classic") if "CartPole-v1" in line)
+    low, high = sorted(values)
+    assert f"**{np.mean(values):.1f}** | {low:.1f} to {high:.1f} | 2 |" in line and "490.0 | 500.0†" in line
+    assert f"| {np.mean([float(row['evaluation']) for row in rows]):.1f} |" in line
+    assert all(row["versions"] and row["commit"] and row["hardware"] for row in rows)
+    pictures = [(tmp_path / name).read_bytes() for name in ("classic.png", "classic_time.png")]
+    assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
+
+
+def test_intervals():
+    """Of normal scores the interval is mean +- 1.96 standard errors, within each task; outliers do not move the IQM."""
+    scores = [np.random.default_rng(i).normal(10 * i, 1, 100) for i in range(2)]
+    low, high = report.bootstrap_interval(scores, lambda tasks: np.mean([task.mean() for task in tasks]))
+    assert (high - low) / 2 == pytest.approx(1.96 / 200**0.5, rel=0.1)
+    assert report.interquartile_mean([np.array([0, 1, 2, 1e6]), np.array([-1e6, 1, 2, 3])]) == 1.5
+
+
+def test_suite_goes_on(finished_runs):
+    """Started again it leaves finished runs alone; one that was killed with its run.py resumes in its own folder."""
+    runs_dir, printed = finished_runs
+    assert "2 of 2 runs have finished" in printed
+    before = {path: (path / "checkpoint.pt").stat().st_mtime_ns for path in run_dirs(runs_dir)}
+    assert len(before) == 2 and all((path / "benchmark.json").exists() for path in before)
+    again = start_suite(runs_dir).communicate(timeout=100)[0]
+    assert "2 of 2 runs have finished" in again
+    assert before == {path: (path / "checkpoint.pt").stat().st_mtime_ns for path in run_dirs(runs_dir)}
+
+    more = ["--exp-name=killed", "--seeds=1"]
+    longer = ["--total-timesteps=60000"]
+    process = start_suite(runs_dir, *more, flags=longer)
+    wait_for(lambda: list(runs_dir.glob("*__killed__*/checkpoint.pt")))
+    (run_dir,) = runs_dir.glob("*__killed__*")
+    process.kill()
+    subprocess.run(["pkill", "-9", "-f", "exp-name killed"], check=True)
+    process.wait()
+    assert report.summarise(run_dir) is None
+    done = start_suite(runs_dir, *more, flags=longer).communicate(timeout=300)[0]
+    assert "1 of 1 runs have finished" in done and list(runs_dir.glob("*__killed__*")) == [run_dir]
+    assert "--resume" not in done and report.summarise(run_dir)["global_step"] == 59_392
+
+
+def wait_for(condition, seconds=100):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_suite_stops_and_waits_for_orphans(tmp_path):
+    """SIGTERM: the runs are saved. A suite beside the orphan of another waits for it, and trains nothing twice."""
+    flags = ["--total-timesteps=60000"]
+    process = start_suite(tmp_path, "--seeds=1", flags=flags)
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    process.send_signal(signal.SIGTERM)
+    assert "the same command goes on" in process.communicate(timeout=100)[0] and process.returncode == 130
+    (run_dir,) = run_dirs(tmp_path)
+    assert "stopped; go on with --resume" in next((tmp_path / "logs").iterdir()).read_text()
+
+    process = start_suite(tmp_path, "--seeds=1", flags=flags)
+    saved = (run_dir / "checkpoint.pt").stat().st_mtime_ns
+    wait_for(lambda: (run_dir / "checkpoint.pt").stat().st_mtime_ns != saved)
+    process.kill()  # but not what it started
+    process.wait()
+    done = start_suite(tmp_path, "--seeds=1", flags=flags).communicate(timeout=300)[0]
+    assert "1 of 1 runs have finished" in done and run_dirs(tmp_path) == [run_dir]
+    log = next((tmp_path / "logs").iterdir()).read_text()
+    assert log.count("mean return of the last") == 1
+
+
+def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):
+    """The others finish; the exit status is 1; a flag that no run could take is refused before the first one."""
+    tasks = [("ppo_discrete", env_id, "") for env_id in ("CartPole-v1", "NoSuchEnv-v0")]
+    monkeypatch.setitem(suites.SUITES, "classic", tasks)
+    words = ["run.py", "--suite=classic", "--seeds=1", "--eval-episodes=1", f"--runs-dir={tmp_path}", *QUICK]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="1"):
+        suites.main()
+    out, err = capsys.readouterr()
+    assert "1 of 2 runs have finished" in out and len(run_dirs(tmp_path)) == 1
+    assert re.search("failed: ppo_discrete NoSuchEnv-v0 seed 1: .*NoSuchEnv.*exit status 2", err)
+    for flag in ("--num-minibatches=7", "--no-such-flag=1"):
+        monkeypatch.setattr(sys, "argv", [*words, flag])
+        with pytest.raises(SystemExit, match="2"):
+            suites.main()
+    assert len(run_dirs(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("suite", suites.SUITES)
+def test_shards_are_the_whole(suite):
+    """Each run is in exactly one of them; all tasks have their figures by the names that published.csv uses."""
+    args = suites.Args(suite, seeds=2)
+    whole = [str(job) for job in suites.make_jobs(args)]
+    parts = [str(job) for i in (1, 2, 3) for job in suites.make_jobs(suites.Args(suite, seeds=2, shard=f"{i}/3"))]
+    assert len(whole) == 2 * len(suites.SUITES[suite]) == len(set(whole)) and sorted(parts) == sorted(whole)
+    for shard in ("0/3", "4/3", "3", "a/b"):
+        with pytest.raises(SystemExit, match="shard"):
+            suites.make_jobs(suites.Args(suite, shard=shard))
+
+
+def test_ray_cluster_loses_a_node(tmp_path):
+    """Two nodes on this machine, one is killed in the middle: all runs finish, each in one folder."""
+    pytest.importorskip("ray", reason="ray is not installed (it is not in tests/requirements.txt)")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        process = start_suite(tmp_path, f"--ray={cluster.address}", flags=["--total-timesteps=60000"])
+        wait_for(lambda: len(list(tmp_path.glob("*/checkpoint.pt"))) == 2)
+        cluster.remove_node(node, allow_graceful=False)
+        done = process.communicate(timeout=300)[0]
+    finally:
+        cluster.shutdown()
+    assert "2 of 2 runs have finished" in done, done
+    assert [report.summarise(path)["global_step"] for path in run_dirs(tmp_path)] == [59_392] * 2
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweeps(path):
+    """Every end of every range, in the words that wandb's agent sends, is taken by the script; so are the default
+    settings, which the search begins with."""
+    sweep = yaml.safe_load(path.read_text())
+    script = suites.load_script(Path(sweep["program"]).stem)
+    assert path.stem == script.__name__ and sweep["metric"]["name"] == "charts/episodic_return"
+    specs = sweep["parameters"]
+    ends = {
+        name: spec.get("values") or [spec[key] for key in ("value", "min", "max") if key in spec]
+        for name, spec in specs.items()
+    }
+    for form in ("args", "args_no_equals"):
+        for i in range(max(map(len, ends.values()))):
+            chosen = {name: values[min(i, len(values) - 1)] for name, values in ends.items()}
+            args = script.parse_args(
+                create_sweep_command_args({"args": {k: {"value": v} for k, v in chosen.items()}})[form]
+            )
+            assert {name: getattr(args, name) for name in chosen} == chosen
+            script.check_args(args)
+    defaults = vars(script.Args())
+    for name, spec in specs.items():
+        if "values" in spec:
+            assert defaults[name] in spec["values"]
+        elif "min" in spec:
+            assert spec["min"] <= defaults[name] <= spec["max"]
+
+
+def test_tune(tmp_path):
+    """Two workers make one study; its first trial has the defaults; a score is the figure of the run; the same command
+    has nothing left to do."""
+    small = yaml.safe_load((ROOT / "benchmark" / "sweeps" / "ppo_discrete.yaml").read_text())
+    small["parameters"] = {name: small["parameters"][name] for name in ("env_id", "gamma", "learning_rate")}
+    small["parameters"] |= {
+        "compile": {"value": False},
+        "update_epochs": {"value": 1},
+        "env_id": {"value": "CartPole-v1"},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.dump(small))
+    words = [str(tmp_path / "sweep.yaml"), "--study=s", f"--runs-dir={tmp_path}", "--total-timesteps=4096"]
+    words += ["--trials=2", "--seeds=1"]
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmark')!r}); import report, pathlib, tune; "
+    code += f"tune.RESULTS = pathlib.Path({str(tmp_path)!r}); tune.main()"
+    command = [sys.executable, "-c", code, *words]
+    for workers in (2, 1):
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(workers)]
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+        assert all(process.returncode == 0 for process in processes) and "the best is" in printed[-1]
+        rows = report.read_csv(tmp_path / "tuning_s.csv")
+        complete = [row for row in rows if row["state"] == "COMPLETE"]
+        assert 2 <= len(complete) <= 3
+    assert (float(rows[0]["gamma"]), float(rows[0]["learning_rate"])) == (
+        ppo_discrete.Args().gamma,
+        ppo_discrete.Args().learning_rate,
+    )
+    for row in complete:
+        assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 1"]), rel=1e-3)
 
 
 def test_speed_is_that_of_the_steps_in_between(monkeypatch):

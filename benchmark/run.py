@@ -1,0 +1,320 @@
+"""Suites of training runs, task x seed, as many at once as there are cores (or, for Atari, GPUs).
+
+    python benchmark/run.py --suite classic                        # seeds 1 to 5 of each task, into runs/
+    python benchmark/run.py --suite mujoco --seeds 3 --tasks Hopper-v4 Ant-v4
+    python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
+    python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
+    python benchmark/run.py --suite mujoco --ray auto              # on the Ray cluster that this machine belongs to
+    python benchmark/report.py mujoco runs/*                       # then: benchmark/results/, curves
+
+The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
+others resume from their checkpoint. Two of them may work on one --runs-dir: a run is held by whoever has its log open.
+When a run fails the others go on; it is named at the end, and the exit status is 1. --shard and --ray need a --runs-dir
+that all machines see under the same path, as they do the repository.
+"""
+
+import dataclasses
+import fcntl
+import importlib
+import json
+import os
+import platform
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from report import ROOT, VERSIONS, WHERE_AND_HOW, last_step, summarise
+from tqdm import tqdm
+
+MUJOCO = "HalfCheetah Hopper Walker2d Ant Swimmer Humanoid Reacher InvertedPendulum InvertedDoublePendulum"
+ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling Boxing
+    Breakout Centipede ChopperCommand CrazyClimber Defender DemonAttack DoubleDunk Enduro FishingDerby Freeway Frostbite
+    Gopher Gravitar Hero IceHockey Jamesbond Kangaroo Krull KungFuMaster MontezumaRevenge MsPacman NameThisGame Phoenix
+    Pitfall Pong PrivateEye Qbert Riverraid RoadRunner Robotank Seaquest Skiing Solaris SpaceInvaders StarGunner
+    Surround Tennis TimePilot Tutankham UpNDown Venture VideoPinball WizardOfWor YarsRevenge Zaxxon"""
+PENDULUM = "--num-envs 16 --learning-rate 5e-4 --gamma 0.95 --num-minibatches 8 --update-epochs 10 --ent-coef 0"
+SUITES = {  # script, task, flags
+    "classic": [
+        ("ppo_discrete", "CartPole-v1", "--total-timesteps 200000"),
+        ("ppo_discrete", "Acrobot-v1", ""),
+        ("ppo_discrete", "MountainCar-v0", ""),
+        ("ppo_discrete", "Taxi-v4", ""),
+        ("ppo_continuous", "Pendulum-v1", "--total-timesteps 300000"),
+        ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000"),
+    ],
+    "mujoco": [("ppo_continuous", f"{name}-v4", "") for name in MUJOCO.split()],
+    "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],
+    "atari": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
+    "atari57": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ATARI.split()],
+    "memory": [
+        ("ppo_discrete", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
+        ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
+        ("ppo_rnn", "benchmark.memory_envs:PendulumNoVel-v1", f"--total-timesteps 300000 {PENDULUM} --target-kl 0.02"),
+        ("ppo_rnn", "popgym:popgym-RepeatPreviousEasy-v0", "--total-timesteps 1000000 --num-envs 16"),
+    ],
+}
+
+
+@dataclasses.dataclass
+class Args:  # the comments are what --help prints
+    suite: Literal[tuple(SUITES)]  # which tasks
+    seeds: int = 5  # seeds 1 to this of every task
+    tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
+    total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
+    exp_name: str | None = None  # name of these settings in run folders and tables; None: the script's
+    runs_dir: str = "runs"  # where run folders are made and looked for
+    jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
+    eval_episodes: int = 10  # episodes that the trained agent plays after its run
+    shard: str = "1/1"  # i/n: only every n-th run, beginning with the i-th
+    ray: str | None = None  # address of a Ray cluster, or auto; None: this machine alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    script: str
+    env_id: str
+    seed: int
+    words: tuple[str, ...]  # the other arguments
+    runs_dir: Path
+    eval_episodes: int
+
+    def __str__(self):
+        return f"{self.script} {self.env_id} seed {self.seed}"
+
+    @property
+    def arguments(self):
+        return ["--env-id", self.env_id, "--seed", str(self.seed), "--runs-dir", str(self.runs_dir), *self.words]
+
+    @cached_property
+    def parsed(self):
+        """The script's own Args of this run."""
+        return load_script(self.script).parse_args(self.arguments)
+
+    @property
+    def name(self):
+        """What its run folders begin with, before the time."""
+        return re.sub(r"[^\w.-]", "-", f"{self.env_id}__{self.parsed.exp_name}__{self.seed}")
+
+
+def load_script(name):
+    sys.path.insert(0, str(ROOT))
+    return importlib.import_module(name)
+
+
+def make_jobs(args, flags=()):
+    """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
+    tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
+    if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
+        raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}")
+    if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
+        raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
+    jobs, more = [], ["--exp-name", args.exp_name] if args.exp_name else []
+    more += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps else []
+    for seed in range(1, args.seeds + 1):
+        for script, env_id, own_flags in tasks:
+            words = (*own_flags.split(), *more, *flags)
+            jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
+            load_script(script).check_args(jobs[-1].parsed)  # a flag that is wrong ends it here
+    return jobs[int(shard[1]) - 1 :: int(shard[2])]
+
+
+def find_run(job):
+    """The newest run folder with exactly the arguments of a job and with a checkpoint, or None."""
+    wanted = {name: value for name, value in vars(job.parsed).items() if name not in WHERE_AND_HOW}
+    for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
+        if (run_dir / "checkpoint.pt").is_file():
+            found = json.loads((run_dir / "args.json").read_text())
+            if {name: value for name, value in found.items() if name not in WHERE_AND_HOW} == wanted:
+                return run_dir
+    return None
+
+
+def machine():
+    """What a result depends on besides its arguments."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    hardware = model[1] if model else platform.processor()
+    if torch.cuda.is_available():
+        hardware += ", " + torch.cuda.get_device_name()
+    return {"commit": git.stdout.strip(), "versions": VERSIONS, "hardware": hardware}
+
+
+class Stopped(Exception):
+    pass
+
+
+def run_job(job, gpu=None, children=None, stop=None):
+    """Train, or go on, or do nothing where that has been done; then evaluate. Returns the row of the report.
+
+    Raises RuntimeError with the last line of the log when the script fails."""
+    children, stop = children if children is not None else set(), stop or threading.Event()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    script = [sys.executable, str(ROOT / f"{job.script}.py")]
+    (job.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
+    path = job.runs_dir / "logs" / f"{job.name}.log"
+
+    def call(*words):
+        """Run the script. It inherits the log, and with it the lock: an orphan goes on holding its run."""
+        if stop.is_set():
+            raise Stopped
+        begin = log.tell()
+        # A session of its own: Ctrl-C reaches it once, through us, and lets it save.
+        child = subprocess.Popen([*script, *words], stdout=log, stderr=log, env=environment, start_new_session=True)
+        children.add(child)
+        code = child.wait()
+        children.discard(child)
+        if stop.is_set():
+            raise Stopped
+        lines = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines() or ["no output"]
+        if code:
+            raise RuntimeError(f"{lines[-1]} (exit status {code}, {path})")
+        return lines
+
+    with open(path, "ab") as log:
+        while True:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:  # another process is at it; what it leaves undone is ours
+                if stop.wait(1):
+                    raise Stopped from None
+        run_dir = find_run(job)
+        if run_dir is None or summarise(run_dir) is None:
+            call("--resume", str(run_dir)) if run_dir else call(*job.arguments)
+            run_dir = find_run(job)
+        record = run_dir / "benchmark.json"
+        if not record.exists():
+            words = call("--evaluate", str(run_dir), "--eval-episodes", str(job.eval_episodes))[-1].split()
+            evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
+            record.write_text(json.dumps(machine() | {"evaluation": evaluation, "command": " ".join(job.arguments)}))
+    return summarise(run_dir)
+
+
+def run_here(jobs, at_once, gpus):
+    """Run jobs side by side, each on the next of the GPUs, if any. Returns those that failed, with their errors."""
+    children, stop, failed = set(), threading.Event(), {}
+    slots = queue.SimpleQueue()
+    for slot in range(at_once):
+        slots.put(gpus[slot % len(gpus)] if gpus else None)
+
+    def work(job):
+        gpu = slots.get()
+        try:
+            running.add(job)
+            return run_job(job, gpu, children, stop)
+        finally:
+            running.discard(job)
+            slots.put(gpu)
+
+    def request_stop(number, frame):
+        stop.set()
+        for child in list(children):
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    bar = {"unit": "step", "unit_scale": True, "disable": None}  # on a terminal only
+    running, done_steps, sizes = set(), 0, {job: job.parsed.total_timesteps for job in jobs}
+    with ThreadPoolExecutor(at_once) as pool, tqdm(total=sum(sizes.values()), **bar) as progress:
+        futures = {pool.submit(work, job): job for job in jobs}
+
+        def show():
+            """Steps of the runs that have ended, and of those under way as their episodes tell."""
+            while len(ended) < len(jobs) and not stop.wait(5):
+                steps = done_steps
+                for job in list(running):
+                    run_dir = find_run(job)
+                    steps += last_step(run_dir) if run_dir else 0
+                progress.n = max(progress.n, steps)
+                progress.refresh()
+
+        ended = []
+        threading.Thread(target=show, daemon=True).start()
+        for future in as_completed(futures):
+            job = futures[future]
+            ended.append(job)
+            done_steps += sizes[job]
+            try:
+                row = future.result()
+                text = (
+                    f"{row['last_100_mean']} at the end of training, {row['evaluation']} evaluated, {row['seconds']} s"
+                )
+            except Stopped:
+                continue
+            except Exception as error:
+                failed[job], text = error, f"failed: {error}"
+            progress.write(f"[{len(ended)}/{len(jobs)}] {job}: {text}", file=sys.stdout)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if stop.is_set():
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(130)
+    return failed
+
+
+def run_on_ray(jobs, address, words, flags, gpus_each):
+    """Each job is `run.py --shard i/n` on a machine of the cluster; if that is lost, Ray starts it on another one."""
+    try:
+        import ray
+    except ImportError:
+        raise SystemExit("--ray: python -m pip install ray") from None
+    ray.init(address=address, log_to_driver=False)
+    gpus_each *= ray.cluster_resources().get("GPU", 0) > 0
+
+    @ray.remote(num_cpus=1, num_gpus=gpus_each, max_retries=10)
+    def run_shard(shard):
+        command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *words, "--shard", shard, "--", *flags]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("[1/1]")]
+
+    waiting = {run_shard.remote(f"{i + 1}/{len(jobs)}"): job for i, job in enumerate(jobs)}
+    failed, count = {}, 0
+    while waiting:
+        (first,), _ = ray.wait(list(waiting))
+        job, count = waiting.pop(first), count + 1
+        try:
+            code, lines = ray.get(first)
+            text = " ".join(lines).removeprefix("[1/1] ") or f"{job}: failed, exit status {code}"
+            if code:
+                failed[job] = text
+        except ray.exceptions.RayError as error:  # its machine was lost too often
+            failed[job], text = error, f"{job}: failed: {error}"
+        print(f"[{count}/{len(jobs)}] {text}", flush=True)
+    ray.shutdown()
+    return failed
+
+
+def main():
+    words = sys.argv[1:]
+    words, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    args = tyro.cli(Args, args=words, description=__doc__.split("\n")[0])
+    jobs = make_jobs(args, flags)
+    gpus = []
+    if args.suite.startswith("atari") and torch.cuda.is_available():
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")
+    start = time.time()
+    if args.ray:
+        if args.shard != "1/1":
+            raise SystemExit("--ray spreads all runs by itself: leave --shard out")
+        words += ["--ray", "None"]  # the shards themselves run where Ray has put them
+        failed = run_on_ray(jobs, args.ray, words, flags, int(args.suite.startswith("atari")))
+    else:
+        failed = run_here(jobs, args.jobs or len(gpus) or os.cpu_count(), gpus)
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished, after {time.time() - start:,.0f} s")
+    for job, error in failed.items():
+        print(f"failed: {job}: {error}", file=sys.stderr)
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

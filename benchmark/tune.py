@@ -1,0 +1,147 @@
+"""The search of a benchmark/sweeps/*.yaml without wandb: Optuna, one file, any number of workers.
+
+    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --env-ids Hopper-v4 --trials 30
+    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --env-ids Hopper-v4 Walker2d-v4 --seeds 2
+    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --trials 0     # what has been found
+
+A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. Of
+several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
+published figure (1). The first trial has the script's default settings.
+
+The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
+trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
+bad and failed trials too, is written to benchmark/results/tuning_STUDY.csv.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import signal
+import statistics
+import threading
+from pathlib import Path
+
+import optuna
+import tyro
+import yaml
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+from optuna.study import MaxTrialsCallback
+from optuna.trial import TrialState
+from report import RESULTS, ROOT, read_csv, write_rows
+from run import Job, Stopped, load_script, run_job
+
+
+@dataclasses.dataclass
+class Args:  # the comments are what --help prints
+    sweep: tyro.conf.Positional[Path]  # a file of benchmark/sweeps/
+    study: str  # name of the search, of its file and of its table
+    env_ids: tuple[str, ...] = ()  # tasks of every trial; none given: that of the sweep
+    seeds: int = 1  # seeds 1 to this of each task
+    trials: int = 20  # finished trials that the study shall have
+    jobs: int = 1  # trials at once in this process
+    total_timesteps: int | None = None  # environment steps of a run; None: what the sweep says
+    runs_dir: Path = Path("runs")  # where the study and the run folders are
+
+
+def suggest(trial, name, spec):
+    """The value of a parameter: wandb's description of it, asked of Optuna."""
+    if "value" in spec:
+        return spec["value"]
+    if "values" in spec:
+        return trial.suggest_categorical(name, spec["values"])
+    distribution, low, high = spec["distribution"], spec["min"], spec["max"]
+    if distribution == "int_uniform":
+        return trial.suggest_int(name, low, high)
+    if distribution not in ("uniform", "log_uniform_values"):
+        raise SystemExit(f"{name}: the distribution {distribution} is not known here")
+    return trial.suggest_float(name, low, high, log=distribution == "log_uniform_values")
+
+
+def make_scale(env_ids):
+    """{env_id: (the return that counts as 0, the one that counts as 1)}; a task alone is not scaled."""
+    if len(env_ids) == 1:
+        return {env_ids[0]: (0.0, 1.0)}
+    published = read_csv(ROOT / "benchmark" / "published.csv")
+    highest = {row["env_id"]: float(row["mean_return"]) for row in published if row["column"] == "highest"}
+    random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
+    if unknown := [env_id for env_id in env_ids if env_id not in highest or env_id not in random]:
+        raise SystemExit(f"--env-ids: published.csv or results/random.csv has no figure for {', '.join(unknown)}")
+    return {env_id: (random[env_id], highest[env_id]) for env_id in env_ids}
+
+
+def write_table(study, path):
+    rows = []
+    for trial in study.trials:
+        row = {"trial": trial.number, "state": trial.state.name, "score": f"{trial.value:.4g}" if trial.value else ""}
+        rows.append(row | {f"{name}": value for name, value in (trial.user_attrs | trial.params).items()})
+    if rows:
+        write_rows(path, list(dict.fromkeys(name for row in rows for name in row)), rows)
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    sweep = yaml.safe_load(args.sweep.read_text())
+    script, space = Path(sweep["program"]).stem, dict(sweep["parameters"])
+    env_ids = args.env_ids or (space["env_id"]["value"],)
+    del space["env_id"]
+    if args.total_timesteps:
+        space["total_timesteps"] = {"value": args.total_timesteps}
+    scale = make_scale(env_ids)
+    runs_dir = args.runs_dir.absolute()
+    runs_dir.mkdir(parents=True, exist_ok=True)
+
+    # A worker that lives says so every 30 s; the trial of one that does not is tried again by another.
+    heartbeat = {"heartbeat_interval": 30, "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback()}
+    engine = {"connect_args": {"timeout": 60}}  # seconds to wait for another worker that is writing
+    sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True)
+    names = {"study_name": args.study, "direction": "maximize", "load_if_exists": True}
+    with open(runs_dir / f"{args.study}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one worker makes the file and asks for the defaults
+        storage = RDBStorage(f"sqlite:///{runs_dir}/{args.study}.db", engine, **heartbeat)
+        study = optuna.create_study(storage=storage, sampler=sampler, **names)
+        if not study.trials:
+            defaults = vars(load_script(script).Args())
+            study.enqueue_trial({name: defaults[name] for name, spec in space.items() if "value" not in spec})
+
+    stop, children = threading.Event(), set()
+
+    def request_stop(number, frame):
+        stop.set()
+        for child in list(children):
+            child.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, request_stop)
+
+    def objective(trial):
+        words = [f"--{name.replace('_', '-')}={suggest(trial, name, spec)}" for name, spec in space.items()]
+        words += [f"--exp-name=tune-{hashlib.sha1(' '.join(words).encode()).hexdigest()[:8]}"]  # the same when retried
+        scores = []
+        try:
+            for seed in range(1, args.seeds + 1):
+                for env_id in env_ids:
+                    row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 1), None, children, stop)
+                    low, high = scale[env_id]
+                    scores.append((float(row["last_100_mean"]) - low) / (high - low))
+                    trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
+        except Stopped:
+            study.enqueue_trial(trial.params)  # a later worker begins with it
+            study.stop()
+            raise
+        return statistics.fmean(scores)
+
+    enough = MaxTrialsCallback(args.trials, states=(TrialState.COMPLETE,))
+    if args.trials > len(study.get_trials(states=(TrialState.COMPLETE,))):
+        study.optimize(objective, n_jobs=args.jobs, callbacks=[enough], catch=(RuntimeError, Stopped))
+    path = RESULTS / f"tuning_{args.study}.csv"
+    write_table(study, path)
+    if stop.is_set():
+        raise SystemExit("stopped; the same command goes on")
+    if study.get_trials(states=(TrialState.COMPLETE,)):
+        best = study.best_trial
+        flags = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
+        print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
+
+
+if __name__ == "__main__":
+    main()
