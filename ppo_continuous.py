@@ -110,6 +110,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
+    anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
     log_std_min: float | None = None  # lower bound of log_std in sampling, log-probability and entropy; None: none
     log_std_max: float | None = None  # upper bound; None: none
@@ -248,6 +249,7 @@ class Agent(nn.Module):
         self.register_buffer("action_high", torch.as_tensor(action_high))  # (A,)
         self.obs_rms = RunningMeanStd((obs_size,))
         self.return_rms = RunningMeanStd((1,))
+        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
         self.critic = mlp(obs_size, 1, std=1.0)
         self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, std=0.01)
         if not args.state_dependent_std:
@@ -271,6 +273,7 @@ class Agent(nn.Module):
         else:
             mean = self.actor(obs)
             log_std = self.log_std.expand_as(mean)
+        log_std = log_std + self.log_std_shift
         if self.args.log_std_min is not None or self.args.log_std_max is not None:
             log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
         return mean, log_std
@@ -625,6 +628,8 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
+        if args.anneal_std:
+            agent.log_std_shift.fill_(math.log(remaining))
 
         # -------------------------------------------------------------------------------------------- rollout
         episodes, final_obs = [], [obs.new_zeros(0, obs_size)]

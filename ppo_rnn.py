@@ -104,6 +104,7 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
+    anneal_std: bool = False  # Box: lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound of log_std in sampling, log-probability, entropy; None: none
     log_std_max: float | None = None  # Box: upper bound; None: none
@@ -355,6 +356,7 @@ class Agent(nn.Module):
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd((1,))
+        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
@@ -413,6 +415,7 @@ class Agent(nn.Module):
             log_std = log_std + self.args.log_std_init
         else:
             log_std = self.log_std.expand_as(mean)
+        log_std = log_std + self.log_std_shift
         if self.args.log_std_min is not None or self.args.log_std_max is not None:
             log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
         return mean, log_std
@@ -849,6 +852,8 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
+        if args.anneal_std:
+            agent.log_std_shift.fill_(math.log(remaining))
 
         # -------------------------------------------------------------------------------------------- rollout
         episodes, final_obs, first_state = [], [obs[0, :0]], state

@@ -90,10 +90,21 @@ def rolling_mean(returns, window=100):
     return (sums[1:] - sums[first]) / (np.arange(len(returns)) + 1 - first)
 
 
-def summarise(run_dir):
-    """The CSV row of a run folder, or None where the run has not finished. `flags` are the arguments that differ from
-    the script's present defaults."""
+def is_finished(run_dir):
+    """Whether the checkpoint of a run folder is that of its last iteration."""
     if not (run_dir / "checkpoint.pt").is_file():
+        return False
+    args = json.loads((run_dir / "args.json").read_text())
+    batch_size = args["num_envs"] * args["num_steps"]
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    return checkpoint["global_step"] >= args["total_timesteps"] // batch_size * batch_size
+
+
+def summarise(run_dir):
+    """The CSV row of a run folder, or None where the run has not finished or no episode has. `flags` are the arguments
+    that differ from the script's present defaults."""
+    episodes = read_csv(run_dir / "episodes.csv")
+    if not episodes or not is_finished(run_dir):
         return None
     sys.path.insert(0, str(ROOT))
     args = json.loads((run_dir / "args.json").read_text())
@@ -103,11 +114,7 @@ def summarise(run_dir):
     atari = args["env_id"].startswith("ALE/") and hasattr(module, "ATARI")
     defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
     changed = [name for name in args if args[name] != defaults.get(name) and name not in WHERE_AND_HOW]
-    batch_size = args["num_envs"] * args["num_steps"]
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    episodes = read_csv(run_dir / "episodes.csv")
-    if checkpoint["global_step"] < args["total_timesteps"] // batch_size * batch_size or not episodes:
-        return None
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
     whole = min(100, len(means)) - 1  # the first mean of 100 episodes
     solved = np.flatnonzero(means[whole:] >= SOLVED.get(args["env_id"], np.inf))

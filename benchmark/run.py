@@ -33,7 +33,7 @@ from typing import Literal
 
 import torch
 import tyro
-from report import ROOT, VERSIONS, WHERE_AND_HOW, last_step, summarise
+from report import ROOT, VERSIONS, WHERE_AND_HOW, is_finished, last_step, summarise
 from tqdm import tqdm
 
 MUJOCO = "HalfCheetah Hopper Walker2d Ant Swimmer Humanoid Reacher InvertedPendulum InvertedDoublePendulum"
@@ -153,8 +153,9 @@ class Stopped(Exception):
     pass
 
 
-def run_job(job, gpu=None, children=None, stop=None):
-    """Train, or go on, or do nothing where that has been done; then evaluate. Returns the row of the report.
+def run_job(job, gpu=None, at_once=1, children=None, stop=None):
+    """Train, or go on, or do nothing where that has been done; then evaluate. Returns the row of the report, None where
+    no episode has ended.
 
     Raises RuntimeError with the last line of the log when the script fails."""
     children, stop = children if children is not None else set(), stop or threading.Event()
@@ -171,6 +172,8 @@ def run_job(job, gpu=None, children=None, stop=None):
         # A session of its own: Ctrl-C reaches it once, through us, and lets it save.
         child = subprocess.Popen([*script, *words], stdout=log, stderr=log, env=environment, start_new_session=True)
         children.add(child)
+        if stop.is_set():  # asked for just now, when this child was not yet among them
+            child.terminate()
         code = child.wait()
         children.discard(child)
         if stop.is_set():
@@ -189,14 +192,15 @@ def run_job(job, gpu=None, children=None, stop=None):
                 if stop.wait(1):
                     raise Stopped from None
         run_dir = find_run(job)
-        if run_dir is None or summarise(run_dir) is None:
+        if run_dir is None or not is_finished(run_dir):
             call("--resume", str(run_dir)) if run_dir else call(*job.arguments)
             run_dir = find_run(job)
         record = run_dir / "benchmark.json"
         if not record.exists():
             words = call("--evaluate", str(run_dir), "--eval-episodes", str(job.eval_episodes))[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
-            record.write_text(json.dumps(machine() | {"evaluation": evaluation, "command": " ".join(job.arguments)}))
+            facts = {"evaluation": evaluation, "eval_episodes": job.eval_episodes, "jobs_at_once": at_once}
+            record.write_text(json.dumps(machine() | facts | {"arguments": job.arguments}, indent=2))
     return summarise(run_dir)
 
 
@@ -211,7 +215,7 @@ def run_here(jobs, at_once, gpus):
         gpu = slots.get()
         try:
             running.add(job)
-            return run_job(job, gpu, children, stop)
+            return run_job(job, gpu, at_once, children, stop)
         finally:
             running.discard(job)
             slots.put(gpu)
@@ -244,10 +248,10 @@ def run_here(jobs, at_once, gpus):
             ended.append(job)
             done_steps += sizes[job]
             try:
-                row = future.result()
-                text = (
-                    f"{row['last_100_mean']} at the end of training, {row['evaluation']} evaluated, {row['seconds']} s"
-                )
+                text = "finished, but no episode has ended"
+                if row := future.result():
+                    text = f"{row['last_100_mean']} in the last episodes, {row['evaluation']} evaluated, "
+                    text += f"{row['seconds']} s"
             except Stopped:
                 continue
             except Exception as error:

@@ -120,7 +120,7 @@ def main():
         try:
             for seed in range(1, args.seeds + 1):
                 for env_id in env_ids:
-                    row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 1), None, children, stop)
+                    row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 1), None, args.jobs, children, stop)
                     low, high = scale[env_id]
                     scores.append((float(row["last_100_mean"]) - low) / (high - low))
                     trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])

@@ -63,7 +63,13 @@ ATARI = CLASSIC | {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "
 ATARI |= {"norm_obs": True, "clip_reward": True}  # norm_obs leaves images alone
 MUJOCO = {"env_id": "HalfCheetah-v4", "total_timesteps": 1_000_000, "num_envs": 1, "num_steps": 2048}
 MUJOCO |= {"learning_rate": 3e-4, "num_minibatches": 32, "update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0}
-MUJOCO |= {"norm_obs": True, "norm_reward": True, "log_std_init": 0.0, "state_dependent_std": False}
+MUJOCO |= {
+    "norm_obs": True,
+    "norm_reward": True,
+    "log_std_init": 0.0,
+    "anneal_std": False,
+    "state_dependent_std": False,
+}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Policy, losses and update: golden vectors, SB3's own update on the same data, compiled against eager."""
 
+import math
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -279,6 +281,23 @@ def test_permutations_and_annealing(script, small_args, monkeypatch):
     learning_rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
     assert learning_rates == pytest.approx([args.learning_rate * f for f in (1, 0.75, 0.5, 0.25)])
     assert clip_scales == [1] * 12 + [0.75] * 12 + [0.5] * 12 + [0.25] * 12
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize("state_dependent_std", [False, True])
+def test_anneal_std(script, small_args, minibatches, state_dependent_std):
+    """With nothing learned the actions spread as --log-std-init says in the first iteration, and then half of that; an
+    evaluation that samples spreads like the last iteration."""
+    flags = {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "log_std_init": -1.0, "anneal_std": True}
+    flags |= {"num_envs": 64, "num_steps": 32, "state_dependent_std": state_dependent_std}
+    _, run_dir = script.train(small_args(total_timesteps=4096, **flags))
+    spreads = [float(actions.std()) for _, _, _, _, actions, *_ in minibatches]
+    assert spreads == pytest.approx([math.exp(-1), math.exp(-1) / 2], rel=0.06)
+    agent = script.load_agent(run_dir)
+    raw_obs = torch.zeros(4096, agent.obs_rms.mean.shape[0])
+    sampled = agent.predict(raw_obs, deterministic=False)
+    sampled = sampled[0] if script.__name__ == "ppo_rnn" else sampled
+    assert sampled.std() == pytest.approx(math.exp(-1) / 2, rel=0.06)
 
 
 def test_desired_kl_moves_the_learning_rate(script, small_args):
