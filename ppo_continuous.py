@@ -33,8 +33,9 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (128 x 16), a policy that starts with a standard deviation of exp(-0.5), and
-    a small entropy bonus carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
+ 9. Many environments with short rollouts (128 x 16), a small entropy bonus, and little noise, a standard deviation of
+    exp(-0.5) that falls linearly to 0 beside what the policy learns (--anneal-std), carry the results
+    (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
