@@ -33,9 +33,9 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (128 x 16), a small entropy bonus, and little noise, a standard deviation of
-    exp(-0.5) that falls linearly to 0 beside what the policy learns (--anneal-std), carry the results
-    (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
+ 9. Many environments with short rollouts (100 x 20), a KL limit that only binds where updates are far too large, and
+    little noise, a standard deviation of exp(-0.5) that falls linearly to 0 beside what the policy learns
+    (--anneal-std), carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
@@ -87,17 +87,17 @@ class Args:  # the comments are what --help prints
     # --- environment
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 128  # environments stepped side by side (N)
+    num_envs: int = 100  # environments stepped side by side (N)
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
-    num_steps: int = 16  # steps of each environment per iteration (T)
+    num_steps: int = 20  # steps of each environment per iteration (T)
     learning_rate: float = 3e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
-    num_minibatches: int = 32  # minibatches per epoch; must divide num_envs * num_steps
+    num_minibatches: int = 25  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
     recompute_advantages: bool = True  # values, advantages, returns from the current critic before each later epoch
@@ -108,7 +108,7 @@ class Args:  # the comments are what --help prints
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
-    target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
+    target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
     anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned

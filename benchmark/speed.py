@@ -100,7 +100,7 @@ def continuous_case(envs, steps, checkout):
     """CleanRL's settings; observations and rewards are normalised by all."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
-    mine = ours("ppo_continuous", **flags, log_std_init=0, recompute_advantages=False)
+    mine = ours("ppo_continuous", **flags, target_kl=None, log_std_init=0, anneal_std=False, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
     if checkout:
@@ -126,7 +126,7 @@ def discrete_case(checkout):
 
 def make_cases(checkout=None):
     """Contestants of each case, with the two numbers of steps that they train for; CleanRL where its checkout is."""
-    mine = (ours("ppo_continuous"), 16384, 147456)
+    mine = (ours("ppo_continuous"), 16000, 146000)
     return {
         "continuous-1": continuous_case(1, 2048, checkout),
         "continuous-8": continuous_case(8, 256, checkout),
@@ -134,7 +134,7 @@ def make_cases(checkout=None):
         "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
         "rnn-separate": rnn_case(separate=True),
         "rnn-shared": rnn_case(separate=False),
-        "defaults": {"ppo_continuous": mine, "simulator": (simulator("HalfCheetah-v4", 128), 8192, 139264)},
+        "defaults": {"ppo_continuous": mine, "simulator": (simulator("HalfCheetah-v4", 100), 8000, 138000)},
     }
 
 
