@@ -20,6 +20,7 @@
     python ppo_discrete.py --env-id ALE/Breakout-v5      # an Atari game, with settings of its own (ATARI below)
     python ppo_discrete.py --resume runs/NAME            # go on after Ctrl-C, a kill or a crash
     python ppo_discrete.py --evaluate runs/NAME          # play episodes with the trained policy
+    torchrun --nproc-per-node 4 ppo_discrete.py          # train in four processes, which share the environments
 
 Choices, where implementations of PPO differ:
  1. A truncated episode (time limit) is bootstrapped from the observation it really ended in; a terminated one is not.
@@ -60,11 +61,13 @@ import sys
 import time
 from collections import deque
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
@@ -143,6 +146,11 @@ def fail(message, code=2):
     raise SystemExit(code)
 
 
+def count_ranks():
+    """Processes that torchrun has started, each of which takes its share of the environments; 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
@@ -172,9 +180,11 @@ def check_args(args):
             fail(f"{flag} must be between 0 and 1, not {value}")
         if field.name.endswith(("seed", "_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
             fail(f"{flag} must not be negative, not {value}")
-    if (batch_size := args.num_envs * args.num_steps) % args.num_minibatches:
+    if args.num_envs % (num_ranks := count_ranks()):
+        fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
+    if (batch_size := args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch_size}")
-    if args.total_timesteps < batch_size:
+    if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
         torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
@@ -192,17 +202,17 @@ def is_image(space):
     return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36
 
 
-def make_envs(args):
+def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
     same_step = gym.vector.AutoresetMode.SAME_STEP
-    make = partial(gym.make_vec, args.env_id, args.num_envs, "async" if args.async_envs else "sync")
+    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
     make = partial(make, vector_kwargs={"autoreset_mode": same_step})
     if "NoFrameskip" in args.env_id or (args.env_id.startswith("ale_py:") and not is_atari(args.env_id)):
         fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
     if is_atari(args.env_id):  # ale-py has a vector of games in native threads
         name = "ale_py:" + args.env_id.removeprefix("ale_py:")  # what comes before the colon is imported
-        make = partial(gym.make_vec, name, args.num_envs, autoreset_mode=same_step)
+        make = partial(gym.make_vec, name, num_envs, autoreset_mode=same_step)
         make = partial(make, repeat_action_probability=0.25 if args.sticky_actions else 0.0, reward_clipping=False)
         make = partial(make, episodic_life=False, life_loss_info=True)  # a lost life is `terminated`, the game goes on
     try:
@@ -267,6 +277,21 @@ class RunningMeanStd(nn.Module):
         self.var.copy_(variances[-1])
         self.count.copy_(counts[-1])
         return variances
+
+    def sums(self):
+        """Count, sums and sums of squares of all rows, (3, size)"""
+        return torch.stack([torch.ones_like(self.mean), self.mean, self.var + self.mean.square()]) * self.count
+
+    def pool(self, before):
+        """Under torchrun: as if this had seen what all ranks have seen since their sums, then equal, were `before`."""
+        if not dist.is_initialized():
+            return
+        news = self.sums() - before
+        average_over_ranks(news)
+        counts, sums, squares = before + dist.get_world_size() * news
+        self.count.copy_(counts.flatten()[:1])
+        self.mean.copy_(sums / counts)
+        self.var.copy_(squares / counts - self.mean.square())
 
 
 def layer_init(layer, std=2**0.5):
@@ -465,6 +490,43 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
+def join_ranks(device):
+    """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    # After a restart by torchrun the store still has the addresses of the processes before.
+    store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+
+
+def talk_to_ranks(collective, *arguments):
+    """Call a function of torch.distributed; if another rank has died, end with one line."""
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        fail(f"another rank of torchrun has ended: {str(error).splitlines()[0]}", code=1)
+
+
+def average_over_ranks(*tensors):
+    """Under torchrun tensors become, in place, their means over all ranks, in one message; alone they stay."""
+    if not dist.is_initialized():
+        return
+    message = torch.cat([x.flatten() for x in tensors])
+    talk_to_ranks(dist.all_reduce, message)
+    parts = (message / dist.get_world_size()).split([x.numel() for x in tensors])
+    for x, part in zip(tensors, parts):
+        x.copy_(part.view_as(x))
+
+
+def gather_from_ranks(value):
+    """Under torchrun the values of all ranks, in a list; alone [value]."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    talk_to_ranks(dist.all_gather_object, values, value)
+    return values
+
+
 def make_compiler(args, device):
     """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
 
@@ -505,6 +567,13 @@ def make_run_dir(args):
     except OSError as error:
         fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
     return Path(args.runs_dir, name)
+
+
+def find_last_run(args):
+    """The newest run folder of the same environment, name and seed, if it has a checkpoint; otherwise None."""
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
+    found = sorted(path for path in Path(args.runs_dir).iterdir() if path.name.startswith(name))
+    return str(found[-1]) if found and (found[-1] / "checkpoint.pt").is_file() else None
 
 
 def open_episodes(run_dir, global_step):
@@ -597,18 +666,20 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
 
 
 def train(args, stop_signals=()):
-    """Train an agent; return it and its run folder. Bad input prints one line and raises SystemExit.
+    """Train an agent; return it and its run folder (rank 0 of torchrun; the others None). Bad input
+    prints one line and raises SystemExit.
 
     stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
     and the last one."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
-    T, N, B = args.num_steps, args.num_envs, args.num_steps * args.num_envs
-    num_iterations = args.total_timesteps // B
+    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    T, N = args.num_steps, args.num_envs // num_ranks
+    B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
 
-    envs = make_envs(args)
+    envs = make_envs(args, N)
     if args.capture_video:
         make_evaluation_env(args.env_id, True, args.sticky_actions).close()
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -617,6 +688,10 @@ def train(args, stop_signals=()):
     large = agent.sees_images or B // args.num_minibatches >= 4096
     auto_device = "cuda" if torch.cuda.is_available() and large else "cpu"
     device = torch.device(auto_device if args.device == "auto" else args.device)
+    if num_ranks > 1:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        join_ranks(device)
     if not agent.sees_images:
         torch.set_num_threads(1)  # these networks are too small for more
     agent.to(device)
@@ -630,6 +705,8 @@ def train(args, stop_signals=()):
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
     clip_scale = torch.ones((), device=device)
+    if rank > 0:  # the networks are those of all ranks, noise and permutations their own
+        torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
 
     iteration, global_step, seconds_before = 0, 0, 0.0
     if args.resume:
@@ -643,9 +720,13 @@ def train(args, stop_signals=()):
         group |= {"capturable": on_cuda, "lr": lr.copy_(group["lr"])}  # the checkpoint may be from another device
         optimizer.load_state_dict(checkpoint["optimizer"])
         lr = optimizer.param_groups[0]["lr"]
-        torch.set_rng_state(checkpoint["rng_state"])
-        if on_cuda and checkpoint["cuda_rng_state"] is not None:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng_state"], device)
+        if len(checkpoint["rng_states"]) == num_ranks:
+            rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
+            torch.set_rng_state(rng_state)
+            if on_cuda and cuda_rng_state is not None:
+                torch.cuda.set_rng_state(cuda_rng_state, device)
+        elif rank == 0:
+            print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
 
     compiled = make_compiler(args, device)
@@ -678,20 +759,22 @@ def train(args, stop_signals=()):
         adam_step(optimizer)
 
     # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
-    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    print(f"{run_dir}: {num_iterations} iterations of {N} x {T} steps on {device}", flush=True)
-    (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
-    episodes_file, earlier_returns = open_episodes(run_dir, global_step)
-    recent_returns = deque(earlier_returns, maxlen=100)
-    writer = SummaryWriter(run_dir, purge_step=global_step + 1)
-    if args.track:
-        import wandb
+    run_dir = None
+    if rank == 0:  # the others write nothing
+        run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+        print(f"{run_dir}: {num_iterations} iterations of {args.num_envs} x {T} steps on {device}", flush=True)
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+        recent_returns = deque(earlier_returns, maxlen=100)
+        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+        if args.track:
+            import wandb
 
-        run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
-        try:
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
-        except wandb.errors.Error as error:
-            fail(f"--track: {error}", code=1)
+            run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+            try:
+                wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
+            except wandb.errors.Error as error:
+                fail(f"--track: {error}", code=1)
 
     # ------------------------------------------------------------------------------------------------ storage
     obs_type = torch.uint8 if agent.sees_images else torch.float32
@@ -706,10 +789,13 @@ def train(args, stop_signals=()):
     episode_returns, episode_lengths, frame_numbers = np.zeros(N), np.zeros(N, dtype=int), np.zeros(N, dtype=int)
 
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds.
-    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(N) >> 1  # ale-py takes 31 bits
+    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # ale-py takes 31 bits
+    seeds = seeds[rank * N : (rank + 1) * N]
     next_obs, infos = envs.reset(seed=seeds.astype(int) if is_atari(args.env_id) else seeds.tolist())
     start_time, start_step = time.time(), global_step
-    progress = tqdm(total=num_iterations * B, initial=global_step, unit="step", unit_scale=True, disable=None)
+    progress = {"total": num_iterations * T * args.num_envs, "initial": global_step, "unit": "step", "unit_scale": True}
+    progress = tqdm(**progress, disable=None if rank == 0 else True)
+    statistics = agent.obs_rms, agent.return_rms
 
     while iteration < num_iterations:
         iteration += 1
@@ -720,6 +806,7 @@ def train(args, stop_signals=()):
             clip_scale.fill_(remaining)
 
         # -------------------------------------------------------------------------------------------- rollout
+        sums_before = [rms.sums() for rms in statistics]
         episodes, final_obs = [], [obs[0, :0]]
         for t in range(T):
             has_masks = args.mask_actions and "action_mask" in infos
@@ -730,7 +817,7 @@ def train(args, stop_signals=()):
             step_rewards[t] = np.sign(reward) if args.clip_reward else reward
             step_terminations[t], step_truncations[t] = terminated, truncated
 
-            global_step += N
+            global_step += args.num_envs
             episode_returns += reward
             episode_lengths += 1
             if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
@@ -759,6 +846,9 @@ def train(args, stop_signals=()):
         values, advantages, returns = estimate_advantages(agent, *rollout)
         old_values, old_returns = values, returns
 
+        for rms, before in zip(statistics, sums_before):
+            rms.pool(before)
+
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
@@ -770,6 +860,7 @@ def train(args, stop_signals=()):
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]
             for minibatch in zip(*(x.split(B // args.num_minibatches) for x in b_tensors)):
                 gradient, metrics = compute_gradient(*minibatch)
+                average_over_ranks(gradient, *metrics.values())
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
                 if stop_update:
@@ -779,6 +870,15 @@ def train(args, stop_signals=()):
                 break
 
         # -------------------------------------------------------------------------------------------- log
+        # Asked once: a signal that comes later than this waits for the next iteration.
+        rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+        gathered = gather_from_ranks((episodes, list(stop_signals), rng_state))
+        episodes = sorted((x for of_rank, _, _ in gathered for x in of_rank), key=itemgetter(0))
+        stopped_by = [number for _, numbers, _ in gathered for number in numbers]
+        if rank > 0:  # the first one writes for all
+            if stopped_by:
+                break
+            continue
         scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean().item() for name in metrics}
         if not math.isfinite(sum(scalars.values())):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
@@ -802,14 +902,13 @@ def train(args, stop_signals=()):
             wandb.log(scalars, step=global_step)
         mean_return = np.mean(recent_returns) if recent_returns else math.nan
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
-        progress.update(B)
+        progress.update(T * args.num_envs)
         if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
             sps = scalars["charts/SPS"]
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
         # -------------------------------------------------------------------------------------------- checkpoint
-        stopping = bool(stop_signals)  # asked once: a signal that comes later than this waits for the next iteration
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopping:
+        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped_by:
             writer.flush()  # what comes before the checkpoint is on disk, what comes after it is purged on --resume
             save_checkpoint(
                 run_dir,
@@ -818,8 +917,7 @@ def train(args, stop_signals=()):
                     "args": vars(args),
                     "agent": agent.state_dict(),
                     "optimizer": optimizer.state_dict(),
-                    "rng_state": torch.get_rng_state(),
-                    "cuda_rng_state": torch.cuda.get_rng_state(device) if on_cuda else None,
+                    "rng_states": [rng_state for _, _, rng_state in gathered],
                     "iteration": iteration,
                     "global_step": global_step,
                     "seconds": seconds_before + time.time() - start_time,
@@ -828,16 +926,20 @@ def train(args, stop_signals=()):
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
             videos, name = run_dir / "videos", f"step-{global_step}"
             evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, videos, name)
-        if stopping:
+        if stopped_by:
             break
 
-    for resource in (progress, envs, writer, episodes_file):
+    for resource in (envs, progress, *([writer, episodes_file] if rank == 0 else [])):
         resource.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank > 0:
+        return agent, None
     if args.track:
         wandb.finish()
     if iteration < num_iterations:
         print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-        raise SystemExit(128 + stop_signals[0])
+        raise SystemExit(128 + stopped_by[0])
     mean_return = np.mean(recent_returns) if recent_returns else math.nan
     print(f"mean return of the last {len(recent_returns)} episodes: {mean_return:.1f}   {run_dir}")
     return agent, run_dir
@@ -868,7 +970,11 @@ def main():
 
     for number in handled:
         signal.signal(number, request_stop)
-    train(parse_args(default=load_checkpoint(args.resume)["args"]) if args.resume else args, stop_signals)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not args.resume:
+        args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
+    if args.resume:
+        args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
+    train(args, stop_signals)
 
 
 if __name__ == "__main__":

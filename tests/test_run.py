@@ -27,7 +27,7 @@ def rows(run_dir):
 def assert_same_learner(one, two):
     """Two checkpoints whose every tensor and number is equal to the bit, but for the time they took."""
     assert one["iteration"] == two["iteration"] and one["global_step"] == two["global_step"]
-    for name in ("optimizer", "rng_state"):
+    for name in ("optimizer", "rng_states"):
         torch.testing.assert_close(one[name], two[name], atol=0, rtol=0)
     torch.testing.assert_close(one["agent"].state_dict(), two["agent"].state_dict(), atol=0, rtol=0)
 

@@ -1,0 +1,143 @@
+"""torchrun: several processes train as one."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TESTS, flags_of, probe
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+SETTINGS = {"total_timesteps": 512, "num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 3}
+SETTINGS |= {"compile": False, "learning_rate": 1e-2, "norm_obs": True, "norm_reward": True}
+
+
+def start(*command, **more):
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*TORCHRUN, *map(str, command)], env=environment, **pipes, **more)
+
+
+def test_two_ranks_train_as_one(script, tmp_path):
+    """After every update both have the same parameters and statistics, to the bit, and these are those of all that both
+    have seen; their environments differ; gradients are averaged; the KL limit ends an update for both in the same
+    minibatch, though one of them alone would have gone on."""
+    flags = flags_of(**SETTINGS, target_kl=0.01, env_id=f"probes:{probe(script)}", runs_dir=tmp_path / "runs")
+    process = start(TESTS / "ranks.py", script.__name__, tmp_path, *flags)
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, printed
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)]
+    assert len(ranks[0]["parameters"]) == 4
+    for name in ("parameters", "gradients"):
+        assert len(ranks[0][name]) == len(ranks[1][name])
+        assert all(torch.equal(*pair) for pair in zip(*(rank[name] for rank in ranks)))
+    assert not torch.equal(ranks[0]["parameters"][0], ranks[0]["parameters"][-1])
+    assert 4 < len(ranks[0]["gradients"]) < 4 * 6 and ranks[0]["kls"] == ranks[1]["kls"]
+    own = [torch.stack(rank["own_gradients"]) for rank in ranks]
+    assert not torch.equal(*own)
+    torch.testing.assert_close(torch.stack(ranks[0]["gradients"]), (own[0] + own[1]) / 2)
+
+    for one, other in zip(*(rank["statistics"] for rank in ranks)):
+        assert all(torch.equal(*pair) for a, b in zip(one, other) for pair in zip(a, b))
+    seen = [torch.cat(rank["observations"]) for rank in ranks]
+    everything = torch.cat(seen).double()
+    (mean, variance, count), (_, _, returns) = ranks[0]["statistics"][-1]
+    assert float(count) == pytest.approx(len(everything)) and float(returns) == pytest.approx(512)
+    torch.testing.assert_close(mean, everything.mean(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(variance, everything.var(0, correction=0), atol=1e-5, rtol=1e-4)
+    assert not torch.equal(*seen)
+
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    with open(run_dir / "episodes.csv") as file:
+        rows = list(csv.DictReader(file))
+    steps = [int(row["global_step"]) for row in rows]
+    assert steps == sorted(steps) and sum(int(row["episodic_length"]) for row in rows) > 400  # of both
+
+
+def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatch):
+    """Ranks split the environments of a single process, and its seeds."""
+    seeds = []
+
+    class Stop(Exception):
+        pass
+
+    def make_envs(args, num_envs):
+        envs = original(args, num_envs)
+
+        def reset(seed):
+            seeds.append(list(seed))
+            raise Stop
+
+        envs.reset = reset
+        return envs
+
+    original = script.make_envs
+    monkeypatch.setattr(script, "make_envs", make_envs)
+    monkeypatch.setattr(script, "join_ranks", lambda device: None)
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            monkeypatch.setattr(script, "count_ranks", lambda ranks=ranks: ranks)
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            with pytest.raises(Stop):
+                script.train(small_args(num_envs=8))
+    assert len(set(seeds[0])) == 8 and seeds[1] + seeds[2] == seeds[0]
+
+
+def wait_for(condition, seconds=100):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "script, restarts",
+    [("ppo_continuous", 0), ("ppo_continuous", 1), ("ppo_discrete", 1), ("ppo_rnn", 1)],
+    indirect=["script"],
+)
+def test_a_rank_dies(script, tmp_path, restarts):
+    """The job ends with an error, not in a wait for ever. With --max-restarts it goes on from its checkpoint, in the
+    same folder. The checkpoint of two resumes on one process, which says so."""
+    settings = SETTINGS | {"total_timesteps": 16_384, "checkpoint_interval": 1, "learning_rate": 1e-3}
+    flags = flags_of(**settings, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
+    process = start(f"--max-restarts={restarts}", ROOT / f"{script.__name__}.py", *flags)
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    (run_dir,) = tmp_path.iterdir()
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    begun = torch.load(run_dir / "checkpoint.pt", weights_only=True)["global_step"]
+    os.kill(int(children[1]), 9)
+    printed = process.communicate(timeout=150)[0]
+    assert (process.returncode == 0) == bool(restarts), printed
+    assert list(tmp_path.iterdir()) == [run_dir]
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert len(checkpoint["rng_states"]) == 2 and begun < 16_000
+    if restarts:
+        assert checkpoint["global_step"] == 16_384
+        with open(run_dir / "episodes.csv") as file:
+            steps = [int(row["global_step"]) for row in csv.DictReader(file)]
+        assert steps == sorted(steps) and np.diff(steps).max() < 1000
+    else:
+        assert checkpoint["global_step"] < 16_384
+        command = [sys.executable, str(ROOT / f"{script.__name__}.py"), "--resume", str(run_dir)]
+        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        alone = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+        assert alone.returncode == 0, alone.stderr
+        assert re.search("was of 2 ranks, not 1: new random numbers", alone.stdout)
+        assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["global_step"] == 16_384
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_environments_must_divide(script, tmp_path):
+    process = start(
+        ROOT / f"{script.__name__}.py", *flags_of(num_envs=7, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
+    )
+    printed = process.communicate(timeout=100)[0]
+    assert process.returncode and "--num-envs 7 must be a multiple of the 2 processes of torchrun" in printed
+    assert not list(tmp_path.iterdir())
