@@ -151,6 +151,8 @@ def check_args(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
         if field.type is int and field.name != "seed" and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
+        if field.type is int and value >= 2**63:
+            fail(f"{flag} must be below 2**63, not {value}")
         if field.type in (float, float | None) and value is not None and not math.isfinite(value):
             fail(f"{flag} must be a finite number, not {value}")
         if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:

@@ -77,6 +77,7 @@ BAD = {
     "NaN": ({"learning_rate": "nan"}, "--learning-rate must be a finite number"),
     "negative": ({"clip_coef": -0.1}, "--clip-coef must not be negative"),
     "negative seed": ({"seed": -1}, "--seed must not be negative"),
+    "huge seed": ({"seed": 2**63}, "--seed must be below 2**63"),
     "no such device": ({"device": "tpu9"}, "--device tpu9"),
     "no CUDA": ({"device": "cuda:77"}, "--device cuda:77"),
     "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),

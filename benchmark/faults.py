@@ -1,0 +1,221 @@
+"""What a long run has to survive, tried for longer than the tests do.
+
+    python benchmark/faults.py kills --script ppo_continuous     # kill -9, again and again, until the run is complete
+    python benchmark/faults.py flags --script ppo_discrete       # thousands of command lines that no one thought of
+    python benchmark/faults.py memory --script ppo_continuous    # resident memory over three million steps
+
+Each prints what it did and what came of it, writes a row to results/faults.csv, and ends with status 1 where something
+was not as it should be. The tests (tests/test_run.py, test_cli.py, test_ranks.py) have the shorter faults: checkpoints
+that are damaged, foreign or tampered with, a full disk, environments that raise or return what they must not, signals,
+ranks that die.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from report import RESULTS, ROOT, VERSIONS, last_step, read_csv, write_rows
+from run import load_script
+
+ENV_IDS = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
+FIELDS = ["fault", "script", "tries", "outcome", "versions"]
+
+
+class StopAt:
+    """Stands for train's list of signals: empty until train has asked `iterations` times, at the end of each one."""
+
+    def __init__(self, iterations):
+        self.left = iterations
+
+    def __iter__(self):
+        self.left -= 1
+        return iter([signal.SIGTERM] if self.left == 0 else [])
+
+
+def kills(script, folder, tries=50, steps=300_000):
+    """kill -9 at random moments of a run, `tries` times; then it shall complete. A second run stops, by itself, where
+    the first one was resumed from: both must have the same learner in the end."""
+    program = [sys.executable, str(ROOT / f"{script}.py")]
+    flags = ["--env-id", ENV_IDS[script], "--total-timesteps", str(steps), "--no-compile", "--checkpoint-interval", "2"]
+    flags += ["--runs-dir", str(folder / "killed")]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    done, resumed_from, rng = 0, [], random.Random(0)
+    pace = None  # seconds from one kill to the next: the run shall be complete soon after the last
+    while True:
+        run_dirs = sorted(path for path in (folder / "killed").glob("*") if (path / "checkpoint.pt").is_file())
+        run_dir = run_dirs[-1] if run_dirs else None
+        if run_dir:
+            resumed_from.append(torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"])
+        process = subprocess.Popen([*program, *(["--resume", str(run_dir)] if run_dir else flags)], **quiet)
+        begun = time.monotonic()
+        if done < tries:
+            while run_dir is None and not list((folder / "killed").glob("*/checkpoint.pt")):
+                time.sleep(0.01)  # the first time, wait for a checkpoint: otherwise there is nothing to resume
+            start = pace or (time.monotonic() - begun)
+            pace = pace or start
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(rng.uniform(0.5, 1.5) * start)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+                done += 1
+                continue
+        errors = process.communicate()[1]
+        if process.returncode:
+            return done, f"ended with {process.returncode}: {errors.strip().splitlines()[-1]}"
+        break
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    rows = [(int(row["global_step"]), int(row["episodic_length"])) for row in read_csv(run_dir / "episodes.csv")]
+    steps_of_rows = [step for step, _ in rows]
+    if steps_of_rows != sorted(steps_of_rows):
+        return done, "episodes.csv has a repetition"
+    longest = max(length for _, length in rows)
+    args = checkpoint["args"]
+    gaps = [b - a for a, b in zip([0, *steps_of_rows], steps_of_rows)]
+    if max(gaps) > (longest + 1) * args["num_envs"]:
+        return done, f"episodes.csv has a gap of {max(gaps)} steps"
+
+    module = load_script(script)
+    again, iteration = None, 0
+    args = module.parse_args([*flags, "--runs-dir", str(folder / "stopped")])
+    for stop in [*sorted(set(resumed_from)), None]:
+        if stop is not None and stop <= iteration:
+            continue
+        args.resume = str(again) if again else None
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                module.train(args, StopAt(stop - iteration) if stop else ())
+            except SystemExit:
+                iteration = stop
+        (again,) = (folder / "stopped").iterdir()
+    other = torch.load(again / "checkpoint.pt", weights_only=True)
+    same = all(torch.equal(x, other["agent"][name]) for name, x in checkpoint["agent"].items())
+    end = "the same learner as" if same else "NOT the same learner as"
+    text = f"complete at step {checkpoint['global_step']}, {len(rows)} episodes, {end} a run that stopped by itself"
+    return done, f"{text} at those {len(set(resumed_from))} checkpoints"
+
+
+def random_value(rng, field):
+    """A value of a field of Args, most often one that can work."""
+    kind = str(field.type)
+    if rng.random() < 0.04:
+        return rng.choice(["nan", "inf", "-1", "0", "", "None", "1e400", "abc", "True", "9" * 30, "0x10", "1e-320"])
+    if field.name == "env_id":
+        return rng.choice(
+            ["CartPole-v1", "Pendulum-v1", "InvertedPendulum-v4", "Taxi-v4", "NoSuch-v0", "FrozenLake-v1"]
+        )
+    if field.name == "device":
+        return rng.choice(["cpu", "auto", "cuda", "tpu"])
+    if "Literal" in kind:
+        return rng.choice(["lstm", "gru", "rnn"])
+    if kind == "<class 'bool'>":
+        return rng.choice(["True", "False", "true", "false"])
+    if field.name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size"):
+        return str(rng.choice([1, 2, 3, 4, 8, 16]))
+    if kind == "<class 'int'>":
+        return str(rng.choice([1, 2, 5, 100]))
+    if field.name in ("gamma", "gae_lambda"):
+        return str(rng.choice([0, 0.5, 0.99, 1, 1.5]))
+    if "float" in kind:
+        return str(
+            rng.choice([0, 1e-8, 1e-3, 0.2, 1, 30, 1e6, None] if "None" in kind else [0, 1e-8, 1e-3, 0.2, 1, 30])
+        )
+    return rng.choice(["x", "a b", "ä", "../y"])
+
+
+def flags(script, folder, tries=2000):
+    """Command lines at random: each trains two iterations, is refused with status 2, or ends with status 1 because the
+    update gave infinity. All else is a fault of the script."""
+    module, rng, outcomes, faults = load_script(script), random.Random(0), {}, []
+    skipped = {"runs_dir", "resume", "evaluate", "track", "wandb_project_name", "wandb_entity", "capture_video"}
+    fields = [field for field in dataclasses.fields(module.Args) if field.name not in skipped]
+    for _ in range(tries):
+        chosen = rng.sample(fields, rng.randint(1, 8))
+        words = []
+        for field in chosen:
+            name = field.name if rng.random() < 0.3 else field.name.replace("_", "-")
+            value = random_value(rng, field)
+            words += [f"--{name}={value}"] if rng.random() < 0.7 else [f"--{name}", value]
+        given = {field.name for field in chosen}
+        small = {"env_id": ENV_IDS[script], "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2}
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in small.items() if name not in given]
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+                args = module.parse_args([*words, "--runs-dir", str(folder)])
+                args.compile, args.async_envs = False, False
+                args.total_timesteps = 2 * args.num_envs * args.num_steps
+                agent, run_dir = module.train(args)
+            finite = all(bool(torch.isfinite(p).all()) for p in agent.parameters())
+            outcome = "trained" if finite and last_step(run_dir) >= 0 else "NOT FINITE"
+        except SystemExit as end:
+            lines = errors.getvalue().strip().splitlines()
+            refused = end.code == 2 and lines
+            blown = end.code == 1 and "gave NaN or infinity" in lines[-1]
+            outcome = (
+                "refused" if refused else "ended because a number was not finite" if blown else f"STATUS {end.code}"
+            )
+        except Exception:
+            outcome = "TRACEBACK"
+            faults.append((words, traceback.format_exc().strip().splitlines()[-1]))
+        if outcome.isupper():
+            faults.append((words, outcome))
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    for words, text in faults[:10]:
+        print(text, "<-", " ".join(words))
+    return tries, ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+
+
+def memory(script, folder, tries=1, steps=3_000_000):
+    """Resident memory of a run, a tenth of the way through and at the end."""
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", ENV_IDS[script], "--runs-dir", str(folder)]
+    command += ["--total-timesteps", str(steps)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    samples = []
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, StopIteration, ProcessLookupError, IndexError, ValueError):
+            text = Path(f"/proc/{process.pid}/status").read_text()
+            kilobytes = int(next(line for line in text.splitlines() if line.startswith("VmRSS")).split()[1])
+            (run_dir,) = folder.iterdir()
+            samples.append((last_step(run_dir), kilobytes / 1024))
+        time.sleep(2)
+    early = [size for step, size in samples if 0.1 * steps <= step < 0.2 * steps]
+    late = [size for step, size in samples if step > 0.9 * steps]
+    grown = max(late) - max(early)
+    text = f"{max(early):.0f} MB after a tenth of {steps:,} steps, {max(late):.0f} MB at the end"
+    return tries, text + (f": GROWN by {grown:.0f} MB" if grown > 10 else "")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("fault", choices=("kills", "flags", "memory"))
+    parser.add_argument("--script", choices=ENV_IDS, default="ppo_continuous")
+    parser.add_argument("--tries", type=int)
+    parser.add_argument("--steps", type=int)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sizes = {name: getattr(args, name) for name in ("tries", "steps") if getattr(args, name)}
+    with tempfile.TemporaryDirectory() as folder:
+        tries, outcome = globals()[args.fault](args.script, Path(folder), **sizes)
+    print(f"{args.fault}, {args.script}, {tries} tries: {outcome}")
+    row = {"fault": args.fault, "script": args.script, "tries": tries, "outcome": outcome, "versions": VERSIONS}
+    rows = [
+        old for old in read_csv(RESULTS / "faults.csv") if (old["fault"], old["script"]) != (args.fault, args.script)
+    ]
+    write_rows(RESULTS / "faults.csv", FIELDS, sorted(rows + [row], key=lambda row: (row["fault"], row["script"])))
+    raise SystemExit(1 if any(word.isupper() and len(word) > 2 for word in outcome.split()) else 0)
+
+
+if __name__ == "__main__":
+    main()
