@@ -494,6 +494,8 @@ def make_run_dir(args):
     try:
         Path(args.runs_dir, name).mkdir(parents=True)
         shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
+    except FileExistsError:  # another run began in this millisecond
+        return make_run_dir(args)
     except OSError as error:
         fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
     return Path(args.runs_dir, name)
@@ -515,6 +517,24 @@ def open_episodes(run_dir, global_step):
         csv.writer(file, lineterminator="\n").writerows([header] + rows)
     os.replace(run_dir / "episodes.tmp", path)
     return path.open("a", newline=""), [float(row[1]) for row in rows]
+
+
+def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush):
+    """Add the episodes that ended in an iteration, and its scalars, to episodes.csv and TensorBoard. It is flushed before
+    a checkpoint: what comes before that is on disk, what comes after is purged on --resume."""
+    try:
+        for step, episodic_return, episodic_length, seconds in episodes:
+            row = step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"
+            csv.writer(episodes_file, lineterminator="\n").writerow(row)
+            writer.add_scalar("charts/episodic_return", episodic_return, step)
+            writer.add_scalar("charts/episodic_length", episodic_length, step)
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        episodes_file.flush()
+        if flush:
+            writer.flush()
+    except OSError as error:
+        fail(f"cannot write into {run_dir}; the last checkpoint, if any, is kept: {error}", code=1)
 
 
 def save_checkpoint(run_dir, checkpoint):
@@ -792,16 +812,9 @@ def train(args, stop_signals=()):
         scalars["losses/explained_variance"] = explained_variance(old_values, old_returns).item()
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-        for step, episodic_return, episodic_length, seconds in episodes:
-            csv.writer(episodes_file, lineterminator="\n").writerow(
-                (step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}")
-            )
-            writer.add_scalar("charts/episodic_return", episodic_return, step)
-            writer.add_scalar("charts/episodic_length", episodic_length, step)
-            recent_returns.append(episodic_return)
-        episodes_file.flush()
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, global_step)
+        saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
+        write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
+        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
         if args.track:
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
@@ -815,8 +828,7 @@ def train(args, stop_signals=()):
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
         # -------------------------------------------------------------------------------------------- checkpoint
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped_by:
-            writer.flush()  # what comes before the checkpoint is on disk, what comes after it is purged on --resume
+        if saving:
             save_checkpoint(
                 run_dir,
                 {

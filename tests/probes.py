@@ -1,6 +1,8 @@
 """Small environments with known answers, for the tests. Importing this file registers them, once with Box actions
 (box/NAME-v0) and once with MultiDiscrete ones (discrete/NAME-v0)."""
 
+import time
+
 import gymnasium as gym
 import numpy as np
 
@@ -71,7 +73,8 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """Returns NaN, in the observation or in the reward, at its 300th step."""
+    """At its 300th step it returns NaN, in the observation or in the reward, infinity or an observation of another
+    shape, raises, or never returns."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
@@ -84,6 +87,14 @@ class Broken(Target):
             reward = np.nan
         if self.steps == 300 and self.where == "obs":
             obs, terminated = obs * np.nan, False
+        if self.steps == 300 and self.where == "infinity":
+            reward = -np.inf
+        if self.steps == 300 and self.where == "shape":
+            obs, terminated = np.zeros(3, np.float32), False
+        if self.steps == 300 and self.where == "raise":
+            raise RuntimeError("the simulator is lost")
+        while self.steps == 300 and self.where == "hang":
+            time.sleep(0.1)
         return obs, reward, terminated, truncated, infos
 
 
@@ -157,6 +168,8 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Target-v0", Target, kwargs={"discrete": discrete})
     gym.register(f"{name}/NanReward-v0", Broken, kwargs={"discrete": discrete})
     gym.register(f"{name}/NanObs-v0", Broken, kwargs={"discrete": discrete, "where": "obs"})
+    for where in ("infinity", "shape", "raise", "hang"):
+        gym.register(f"{name}/{where.title()}-v0", Broken, kwargs={"discrete": discrete, "where": where})
     gym.register(f"{name}/Shaped-v0", Shaped, kwargs={"discrete": discrete})
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
     gym.register(f"{name}/OtherTypes-v0", OtherTypes, kwargs={"discrete": discrete})
