@@ -710,8 +710,8 @@ def open_episodes(run_dir, global_step):
 
 
 def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush):
-    """Add the episodes that ended in an iteration, and its scalars, to episodes.csv and TensorBoard. It is flushed before
-    a checkpoint: what comes before that is on disk, what comes after is purged on --resume."""
+    """Add the episodes that ended in an iteration, and its scalars, to episodes.csv and TensorBoard, flushed before a
+    checkpoint: what comes before that is on disk, what comes after is purged on --resume."""
     try:
         for step, episodic_return, episodic_length, seconds in episodes:
             row = step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"
