@@ -49,23 +49,29 @@ def kills(script, folder, tries=50, steps=300_000):
     program = [sys.executable, str(ROOT / f"{script}.py")]
     flags = ["--env-id", ENV_IDS[script], "--total-timesteps", str(steps), "--no-compile", "--checkpoint-interval", "2"]
     flags += ["--runs-dir", str(folder / "killed")]
+    longest_start = 0.0  # seconds from the start of the process to its first checkpoint
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     done, resumed_from, rng = 0, [], random.Random(0)
-    pace = None  # seconds from one kill to the next: the run shall be complete soon after the last
+
+    def saved():
+        """The run folder and the time of its checkpoint; None without one."""
+        paths = list((folder / "killed").glob("*/checkpoint.pt"))
+        return (paths[0].parent, paths[0].stat().st_mtime_ns) if paths else None
+
     while True:
-        run_dirs = sorted(path for path in (folder / "killed").glob("*") if (path / "checkpoint.pt").is_file())
-        run_dir = run_dirs[-1] if run_dirs else None
-        if run_dir:
-            resumed_from.append(torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"])
-        process = subprocess.Popen([*program, *(["--resume", str(run_dir)] if run_dir else flags)], **quiet)
-        begun = time.monotonic()
+        before, begun = saved(), time.monotonic()
+        if before:
+            resumed_from.append(torch.load(before[0] / "checkpoint.pt", weights_only=True)["iteration"])
+        process = subprocess.Popen([*program, *(["--resume", str(before[0])] if before else flags)], **quiet)
         if done < tries:
-            while run_dir is None and not list((folder / "killed").glob("*/checkpoint.pt")):
-                time.sleep(0.01)  # the first time, wait for a checkpoint: otherwise there is nothing to resume
-            start = pace or (time.monotonic() - begun)
-            pace = pace or start
+            # Half of the times wherever it is, at the start too; half of the times some way into the training.
+            early = before and rng.random() < 0.5
+            while process.poll() is None and not early and saved() == before:
+                time.sleep(0.002)
+            end = rng.uniform(0, longest_start) if early else rng.uniform(0, 0.7)
+            longest_start = longest_start if early else max(longest_start, time.monotonic() - begun)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(rng.uniform(0.5, 1.5) * start)
+                process.wait(end)
             if process.poll() is None:
                 process.kill()
                 process.wait()
@@ -73,18 +79,19 @@ def kills(script, folder, tries=50, steps=300_000):
                 continue
         errors = process.communicate()[1]
         if process.returncode:
-            return done, f"ended with {process.returncode}: {errors.strip().splitlines()[-1]}"
+            return done, f"ENDED with {process.returncode}: {errors.strip().splitlines()[-1]}"
         break
+    run_dir, _ = saved()
     checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     rows = [(int(row["global_step"]), int(row["episodic_length"])) for row in read_csv(run_dir / "episodes.csv")]
     steps_of_rows = [step for step, _ in rows]
     if steps_of_rows != sorted(steps_of_rows):
-        return done, "episodes.csv has a repetition"
+        return done, "episodes.csv has a REPETITION"
     longest = max(length for _, length in rows)
     args = checkpoint["args"]
     gaps = [b - a for a, b in zip([0, *steps_of_rows], steps_of_rows)]
     if max(gaps) > (longest + 1) * args["num_envs"]:
-        return done, f"episodes.csv has a gap of {max(gaps)} steps"
+        return done, f"episodes.csv has a GAP of {max(gaps)} steps"
 
     module = load_script(script)
     again, iteration = None, 0
