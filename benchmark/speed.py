@@ -4,6 +4,7 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete   # SB3's PPO
     python benchmark/speed.py discrete --cleanrl PATH              # CleanRL too, from a checkout
+    python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
 
 CleanRL wants older packages, so PATH/.venv has to be a virtual environment for it:
 
@@ -69,6 +70,13 @@ def ours(script, **flags):
     return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
+def two_ranks(script, **flags):
+    """The same in two processes."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program += [str(ROOT / f"{script}.py"), "--checkpoint-interval=1000", *to_words(flags)]
+    return lambda steps: [*program, f"--total-timesteps={steps}"]
+
+
 def cleanrl(checkout, script, **flags):
     program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / "cleanrl" / f"{script}.py"), "--no-cuda"]
     return lambda steps: [*program, *to_words(flags), f"--total-timesteps={steps}"]
@@ -131,6 +139,10 @@ def make_cases(checkout=None):
         "continuous-1": continuous_case(1, 2048, checkout),
         "continuous-8": continuous_case(8, 256, checkout),
         "discrete": discrete_case(checkout),
+        "ranks": {
+            "one process": (ours("ppo_continuous"), 16000, 146000),
+            "ppo_continuous, two": (two_ranks("ppo_continuous", num_envs=200), 32000, 292000),
+        },
         "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
         "rnn-separate": rnn_case(separate=True),
         "rnn-shared": rnn_case(separate=False),
