@@ -349,14 +349,20 @@ def draw_curves(name):
                 start, end = max(run[0, 0] for run in runs), min(run[-1, 0] for run in runs)
                 grid = np.linspace(start, end, CURVE_POINTS)
                 mean = np.mean([np.interp(grid, *run.T) for run in runs], 0)
-                axis.plot(grid, mean, color=f"C{color}", linewidth=2, label=f"{script}.py, {len(runs)} seeds")
+                axis.plot(
+                    grid,
+                    mean,
+                    color=f"C{color}",
+                    linewidth=2,
+                    label=f"{script}.py, {len(runs)} seed{'s' * (len(runs) > 1)}",
+                )
             for column, style, text in (("cleanrl", ":", "CleanRL"), ("highest", "--", "highest PPO found")):
                 if row := published.get((env_id, column)):
                     axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1, label=text)
             axis.set_title(re.sub(".*[:/]", "", env_id), fontsize=11)
             axis.set_xlim(left=0)
             axis.grid(alpha=0.25)
-            axis.legend(fontsize=7, loc="lower right")
+            axis.legend(fontsize=7, loc="best")
         for axis in axes[:, 0]:
             axis.set_ylabel("return, last 100 episodes")
         figure.supxlabel(label, fontsize=10)
