@@ -42,6 +42,7 @@ Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size 
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
 """
 
+import contextlib
 import csv
 import dataclasses
 import inspect
@@ -490,22 +491,32 @@ def make_compiler(args, device):
 
 def make_run_dir(args):
     """A new folder for the run, with a copy of this script."""
-    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
     try:
-        Path(args.runs_dir, name).mkdir(parents=True)
+        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        while True:
+            name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+            with contextlib.suppress(FileExistsError):  # another run began in this millisecond
+                Path(args.runs_dir, name).mkdir()
+                break
         shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
-    except FileExistsError:  # another run began in this millisecond
-        return make_run_dir(args)
     except OSError as error:
         fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
     return Path(args.runs_dir, name)
 
 
 def find_last_run(args):
-    """The newest run folder of the same environment, name and seed, if it has a checkpoint; otherwise None."""
+    """The run folder that torchrun's restart goes on with: the newest of this environment, name and seed, if it has the
+    same arguments and a checkpoint that is not the last; otherwise None."""
     name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
-    found = sorted(path for path in Path(args.runs_dir).iterdir() if path.name.startswith(name))
-    return str(found[-1]) if found and (found[-1] / "checkpoint.pt").is_file() else None
+    for path in sorted(Path(args.runs_dir).glob(f"{name}*"), reverse=True)[:1]:
+        if (path / "checkpoint.pt").is_file():
+            checkpoint = load_checkpoint(path)
+            if (
+                dataclasses.replace(checkpoint["args"], resume=None) == args
+                and checkpoint["global_step"] < args.total_timesteps
+            ):
+                return str(path)
+    return None
 
 
 def open_episodes(run_dir, global_step):
@@ -664,6 +675,9 @@ def train(args, stop_signals=()):
             print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
 
+    if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
+        talk_to_ranks(dist.broadcast, flat_parameters, 0)
+
     compiled = make_compiler(args, device)
 
     @torch.no_grad()
@@ -698,7 +712,8 @@ def train(args, stop_signals=()):
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
         print(f"{run_dir}: {num_iterations} iterations of {args.num_envs} x {T} steps on {device}", flush=True)
-        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
+        os.replace(run_dir / "args.tmp", run_dir / "args.json")
         episodes_file, earlier_returns = open_episodes(run_dir, global_step)
         recent_returns = deque(earlier_returns, maxlen=100)
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)
@@ -879,15 +894,18 @@ def main():
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once.
-    stop_signals, handled = [], (signal.SIGINT, signal.SIGTERM)
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
+    # for those that come with the first: a scheduler and a launcher may both send one.
+    stop_signals, times = [], []
 
     def request_stop(number, frame):
         stop_signals.append(number)
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    for number in handled:
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not args.resume:
         args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died

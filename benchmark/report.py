@@ -260,13 +260,17 @@ def write_random():
 
 
 def read_suite(name):
-    """{(env_id, script, flags without the number of steps): rows}, in the order of published.csv."""
+    """{(env_id, script, flags, steps): rows of different seeds}, in the order of published.csv."""
     rows = read_csv(RESULTS / f"{name}.csv")
     order = [row["env_id"] for row in read_csv(ROOT / "benchmark" / "published.csv")]
     rows.sort(key=lambda row: order.index(row["env_id"]) if row["env_id"] in order else len(order))
     for row in rows:
         row["settings"] = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
-    return group_by(rows, "env_id", "script", "settings")
+    groups = group_by(rows, "env_id", "script", "settings", "global_step")
+    for key, group in groups.items():
+        if len(group) != len({row["seed"] for row in group}):
+            raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
+    return groups
 
 
 def number(value, unit):
@@ -278,14 +282,14 @@ def suite_table(name):
     published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
     random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
     suite = read_suite(name)
-    trpo = any((env_id, "trpo") in published for env_id, _, _ in suite)
+    trpo = any((env_id, "trpo") in published for env_id, *_ in suite)
     lines = [f"{SUITES[name]}. Mean return of the last 100 training episodes, with its 95% interval over seeds; and of"]
     lines[0] += " ten episodes that the trained agent plays without exploring."
     columns = ["task", "steps", "last 100 episodes", "95%", "seeds", "evaluated", "CleanRL", "highest PPO found"]
     columns += ["TRPO"] if trpo else []
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     scores = []
-    for (env_id, script, settings), rows in suite.items():
+    for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = bootstrap_interval([values], np.mean) if len(values) > 1 else (np.nan, np.nan)
         evaluations = [float(row["evaluation"]) for row in rows if row["evaluation"]]
@@ -293,7 +297,7 @@ def suite_table(name):
         task = re.sub(".*[:/]", "", env_id)
         if name != "mujoco":
             task += f", `{script}.py{' ' * bool(settings)}{settings}`"
-        cells = [task, f"{int(rows[0]['global_step']):,}", f"**{number(values.mean(), unit)}**"]
+        cells = [task, f"{int(steps):,}", f"**{number(values.mean(), unit)}**"]
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", str(len(values))]
         cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
         for column in ("cleanrl", "highest", "trpo")[: 2 + trpo]:
@@ -326,7 +330,7 @@ def draw_curves(name):
     import matplotlib.pyplot as plt
 
     published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
-    order = list(dict.fromkeys(env_id for env_id, _, _ in read_suite(name)))
+    order = list(dict.fromkeys(env_id for env_id, *_ in read_suite(name)))
     tasks = group_by(read_csv(RESULTS / f"{name}_curves.csv"), "env_id")
     order = [env_id for env_id in order if (env_id,) in tasks]
     if not order:

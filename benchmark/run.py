@@ -190,7 +190,7 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:  # another process is at it; what it leaves undone is ours
+            except BlockingIOError:  # another process is at it; what it leaves undone is ours
                 if stop.wait(1):
                     raise Stopped from None
         run_dir = find_run(job)

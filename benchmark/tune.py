@@ -72,7 +72,11 @@ def make_scale(env_ids):
 def write_table(study, path):
     rows = []
     for trial in study.trials:
-        row = {"trial": trial.number, "state": trial.state.name, "score": f"{trial.value:.4g}" if trial.value else ""}
+        row = {
+            "trial": trial.number,
+            "state": trial.state.name,
+            "score": "" if trial.value is None else f"{trial.value:.4g}",
+        }
         rows.append(row | {f"{name}": value for name, value in (trial.user_attrs | trial.params).items()})
     if rows:
         write_rows(path, list(dict.fromkeys(name for row in rows for name in row)), rows)
@@ -121,6 +125,10 @@ def main():
             for seed in range(1, args.seeds + 1):
                 for env_id in env_ids:
                     row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 1), None, args.jobs, children, stop)
+                    if row is None:
+                        raise RuntimeError(
+                            f"{env_id}: no episode has ended in {space['total_timesteps']['value']} steps"
+                        )
                     low, high = scale[env_id]
                     scores.append((float(row["last_100_mean"]) - low) / (high - low))
                     trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
@@ -130,9 +138,14 @@ def main():
             raise
         return statistics.fmean(scores)
 
+    def give_up(study, trial):
+        last = [each.state for each in study.trials[-5:]]
+        if len(last) == 5 and all(state == TrialState.FAIL for state in last):
+            study.stop()  # the fault is not in the settings; the log says which
+
     enough = MaxTrialsCallback(args.trials, states=(TrialState.COMPLETE,))
     if args.trials > len(study.get_trials(states=(TrialState.COMPLETE,))):
-        study.optimize(objective, n_jobs=args.jobs, callbacks=[enough], catch=(RuntimeError, Stopped))
+        study.optimize(objective, n_jobs=args.jobs, callbacks=[enough, give_up], catch=(RuntimeError, Stopped))
     path = RESULTS / f"tuning_{args.study}.csv"
     write_table(study, path)
     if stop.is_set():

@@ -1,6 +1,7 @@
 """benchmark/: what it measures is what happened."""
 
 import csv
+import os
 import re
 import signal
 import subprocess
@@ -147,13 +148,15 @@ def test_suite_goes_on(finished_runs):
     process = start_suite(runs_dir, *more, flags=longer)
     wait_for(lambda: list(runs_dir.glob("*__killed__*/checkpoint.pt")))
     (run_dir,) = runs_dir.glob("*__killed__*")
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     process.kill()
-    subprocess.run(["pkill", "-9", "-f", "exp-name killed"], check=True)
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
     process.wait()
     assert report.summarise(run_dir) is None
     done = start_suite(runs_dir, *more, flags=longer).communicate(timeout=300)[0]
     assert "1 of 1 runs have finished" in done and list(runs_dir.glob("*__killed__*")) == [run_dir]
-    assert "--resume" not in done and report.summarise(run_dir)["global_step"] == 59_392
+    assert report.summarise(run_dir)["global_step"] == 59_392
 
 
 def wait_for(condition, seconds=100):
@@ -204,7 +207,7 @@ def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("suite", suites.SUITES)
 def test_shards_are_the_whole(suite):
-    """Each run is in exactly one of them; all tasks have their figures by the names that published.csv uses."""
+    """Each run is in exactly one of them."""
     args = suites.Args(suite, seeds=2)
     whole = [str(job) for job in suites.make_jobs(args)]
     parts = [str(job) for i in (1, 2, 3) for job in suites.make_jobs(suites.Args(suite, seeds=2, shard=f"{i}/3"))]
@@ -276,13 +279,15 @@ def test_tune(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmark')!r}); import report, pathlib, tune; "
     code += f"tune.RESULTS = pathlib.Path({str(tmp_path)!r}); tune.main()"
     command = [sys.executable, "-c", code, *words]
+    found = None
     for workers in (2, 1):
         processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(workers)]
         printed = [process.communicate(timeout=300)[0] for process in processes]
         assert all(process.returncode == 0 for process in processes) and "the best is" in printed[-1]
         rows = report.read_csv(tmp_path / "tuning_s.csv")
         complete = [row for row in rows if row["state"] == "COMPLETE"]
-        assert 2 <= len(complete) <= 3
+        assert 2 <= len(complete) <= 3 and (workers == 2 or rows == found)
+        found = rows
     assert (float(rows[0]["gamma"]), float(rows[0]["learning_rate"])) == (
         ppo_discrete.Args().gamma,
         ppo_discrete.Args().learning_rate,
