@@ -36,8 +36,8 @@ WHERE_AND_HOW |= {"track", "wandb_project_name", "wandb_entity", "capture_video"
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}  # mean return of 100 episodes
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
-    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks; their noise falls to 0 over the "
-    "run (`--anneal-std`), so that the last episodes are close to an evaluation, while CleanRL's explore",
+    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks; their noise falls to 0 "
+    "over the run (`--anneal-std`), so that the last episodes are close to an evaluation, while CleanRL's explore",
     "classic": "Classic control",
     "memory": "Tasks that need a memory",
 }
