@@ -450,7 +450,7 @@ def test_protocol_of_the_games(game, sticky, monkeypatch):
 def test_evaluation_sees_what_training_saw():
     """gymnasium's preprocessing of one game, frame by frame, against ale-py's of a vector: the same pictures."""
     env = script.make_evaluation_env("ALE/Pong-v5", False, False)
-    envs = script.make_envs(script.Args(**script.ATARI | {"env_id": "ALE/Pong-v5", "num_envs": 1}))
+    envs = script.make_envs(script.Args(**script.ATARI | {"env_id": "ALE/Pong-v5"}), 1)
     # The no-ops at the start are random: look for a start with the same number of them.
     obs, infos = envs.reset(seed=np.array([1]))
     for seed in range(1000):
@@ -524,7 +524,7 @@ def test_first_iteration_of_cleanrl(args, monkeypatch):
         found.append({name: value.item() for name, value in metrics.items()})
         return loss, metrics
 
-    monkeypatch.setattr(script, "make_envs", lambda args: Replay())
+    monkeypatch.setattr(script, "make_envs", lambda args, num_envs: Replay())
     monkeypatch.setattr(script, "Agent", SameWeights)
     monkeypatch.setattr(torch, "randperm", next_order)
     monkeypatch.setattr(script, "ppo_loss", spy)
