@@ -698,15 +698,12 @@ def find_last_run(args):
     """The run folder that torchrun's restart goes on with: the newest of this environment, name and seed, if it has the
     same arguments and a checkpoint that is not the last; otherwise None."""
     name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
-    for path in sorted(Path(args.runs_dir).glob(f"{name}*"), reverse=True)[:1]:
-        if (path / "checkpoint.pt").is_file():
-            checkpoint = load_checkpoint(path)
-            if (
-                dataclasses.replace(checkpoint["args"], resume=None) == args
-                and checkpoint["global_step"] < args.total_timesteps
-            ):
-                return str(path)
-    return None
+    path = max(Path(args.runs_dir).glob(f"{name}*"), default=None)
+    if path is None or not (path / "checkpoint.pt").is_file():
+        return None
+    checkpoint, batch_size = load_checkpoint(path), args.num_envs * args.num_steps
+    same = dataclasses.replace(checkpoint["args"], resume=None) == args
+    return str(path) if same and checkpoint["global_step"] + batch_size <= args.total_timesteps else None
 
 
 def open_episodes(run_dir, global_step):
@@ -811,8 +808,8 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
 
 
 def train(args, stop_signals=()):
-    """Train an agent; return it and its run folder (rank 0 of torchrun; the others None). Bad input
-    prints one line and raises SystemExit.
+    """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
+    one line and raises SystemExit.
 
     stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
     and the last one."""
