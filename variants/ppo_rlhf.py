@@ -1,0 +1,885 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<2.14",
+#     "transformers>=5.0,<6",
+#     "numpy>=1.26,<3",
+#     "tyro>=1.0,<2",
+#     "tensorboard>=2.18,<3",
+#     "wandb>=0.22,<1",
+#     "tqdm>=4.66,<5",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) on a language model, from the scores of a reward model (RLHF), in one file.
+
+    python ppo_rlhf.py                                   # the built-in task: no download, minutes on one CPU core
+    python ppo_rlhf.py --model A --reward-model B --prompts prompts.txt     # transformers models, by name or folder
+    python ppo_rlhf.py --resume runs/NAME                # go on after Ctrl-C, a kill or a crash
+    python ppo_rlhf.py --evaluate runs/NAME              # answers of the trained actor, their scores and KL
+    torchrun --nproc-per-node 4 ppo_rlhf.py              # train in four processes, which share the prompts
+
+Four models, as in DeepSpeed-Chat. Two start as the supervised model: the actor, which is trained, and the reference,
+which is not. Two start as the reward model: the critic, which is trained, and the reward model itself, which is not. An
+answer is an episode, a token an action; the end-of-sequence token (EOS) is one too where the actor has sampled it.
+
+Choices, where implementations differ:
+ 1. The reward of every token is -kl_coef * (log_prob - reference_log_prob); the last one of the answer, the EOS or, at
+    the end of the budget, whatever stands there, also gets the clipped score. DeepSpeed-Chat puts the score one token
+    after the last one it trains if the answer is short, and on it if the answer is full.
+ 2. What is an action follows from the first EOS, not from the padding token: the two may be the same (GPT-2).
+ 3. Advantages by GAE within the answer (gamma 1, lambda 0.95), whose end has the value 0. They are not normalised.
+ 4. Losses are means over the tokens of a minibatch, policy and value both clipped: a long answer weighs more. Actor and
+    critic have an optimiser each: Adam with betas (0.9, 0.95), as there; the learning rate falls linearly, without
+    warm-up.
+ 5. Dropout is 0 in all models, and old and new log-probabilities come from the same forward pass, never from
+    `generate`: the probability ratio is 1 in the first minibatch.
+ 6. Log-probabilities, KL and entropy are those of the distribution at --temperature. --top-k and --top-p cut what is
+    sampled but not what is trained (the ratio would be 0 / 0): leave them off unless you want that.
+ 7. No answer is thrown away: the shortest, an EOS at once, is an action with a score. (DeepSpeed-Chat drops answers
+    below 2 tokens, because it has no action to train there.)
+ 8. --kl-target turns kl_coef into a controller (Ziegler et al. 2019); by default it is fixed.
+ 9. Weights and optimisers are float32; on CUDA the forward passes run in bfloat16, with gradient checkpointing.
+
+Shapes: B = answers of this process in an iteration, P = longest prompt, R = longest answer, L = P + R, M = minibatch,
+V = vocabulary. Prompts are padded on the left, answers on the right.
+Sibling: ../ppo_continuous.py. The functions that both have are the same text.
+"""
+
+import contextlib
+import copy
+import csv
+import dataclasses
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+try:
+    import tokenizers
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+except ImportError as error:
+    print(f"ppo_rlhf.py: error: {error}: pip install -r variants/requirements.txt", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+@dataclasses.dataclass
+class Args:  # the comments are what --help prints
+    # --- run
+    exp_name: str = "ppo_rlhf"  # part of the run folder's name, RUNS_DIR/MODEL__EXP_NAME__SEED__TIME
+    runs_dir: str = "runs"  # where run folders are made
+    seed: int = 1  # random seed of sampling and of the order of prompts; of the built-in task's models too
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
+    checkpoint_interval: int = 20  # iterations between checkpoints; there is always one at the end and on Ctrl-C
+    resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
+    evaluate: str | None = None  # a run folder: its actor answers; --eval-*, --seed, --prompts
+    eval_episodes: int = 256  # answers that --evaluate asks for
+    eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
+    track: bool = False  # log to Weights & Biases too
+    wandb_project_name: str = "ppo"  # project for --track
+    wandb_entity: str | None = None  # team for --track; None: your default
+    # --- models and prompts
+    model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
+    reward_model: str | None = None  # sequence classifier with one output and the tokenizer of --model
+    prompts: str | None = None  # file with a prompt on every line, or .jsonl with {"prompt": "..."} on every line
+    supervised_steps: int = 300  # gradient steps that make the models of the built-in task
+    bf16: bool = True  # forward passes in bfloat16 on CUDA
+    gradient_checkpointing: bool = True  # on CUDA: activations are computed twice instead of stored
+    # --- answers
+    response_length: int = 16  # tokens that an answer has at most, EOS included
+    temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
+    top_k: int = 0  # sample only from the k likeliest tokens; 0: from all (see Choices)
+    top_p: float = 1.0  # sample only from the likeliest tokens with this probability together; 1: from all
+    # --- PPO
+    total_episodes: int = 12_800  # answers of the run, rounded down to whole iterations
+    batch_size: int = 128  # answers per iteration, of all processes together
+    num_minibatches: int = 2  # minibatches per epoch; must divide batch_size
+    ppo_epochs: int = 2  # passes over the answers of an iteration
+    actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
+    critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
+    anneal_lr: bool = True  # lower the learning rates linearly to 0 over the run
+    gamma: float = 1.0  # discount factor, 0 to 1
+    gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
+    clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
+    vf_clip_coef: float | None = 0.2  # take the larger of the value errors with and without this clip; None: unclipped
+    clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
+    kl_coef: float = 0.1  # weight of the KL penalty; where it starts with --kl-target
+    kl_target: float | None = None  # adapt kl_coef to this KL per answer, in nats (try 6); None: it stays
+    kl_horizon: float = 10_000  # answers in which --kl-target may change kl_coef by at most about 20%
+    max_grad_norm: float = 1.0  # upper bound of the norm of each model's gradient; 0: none
+
+
+def fail(message, code=2):
+    """End with one line. Code 2: wrong input, nothing has been written; code 1: something broke during the run."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def count_ranks():
+    """Processes that torchrun has started, each of which takes its share of the environments; 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def parse_args(argv=None, default=None):
+    """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
+    for field in dataclasses.fields(Args):
+        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
+        if field.type is bool:
+            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
+            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
+        elif field.type is int:  # 1e6, 64.0
+            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
+            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
+    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
+
+
+def get_device(args):
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+
+
+def check_args(args):
+    """Refuse what cannot work, before anything is made."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.type is int and field.name not in ("seed", "top_k") and value < 1:
+            fail(f"{flag} must be at least 1, not {value}")
+        if field.type is int and value >= 2**63:
+            fail(f"{flag} must be below 2**63, not {value}")
+        if field.type in (float, float | None) and value is not None and not math.isfinite(value):
+            fail(f"{flag} must be a finite number, not {value}")
+        if field.name in ("gamma", "gae_lambda", "top_p") and not 0 <= value <= 1:
+            fail(f"{flag} must be between 0 and 1, not {value}")
+        if field.name in ("temperature", "kl_target", "kl_horizon") and value is not None and value <= 0:
+            fail(f"{flag} must be above 0, not {value}")
+        not_negative = ("seed", "_rate", "_coef", "_norm", "top_k", "clip_reward")
+        if field.name.endswith(not_negative) and value is not None and value < 0:
+            fail(f"{flag} must not be negative, not {value}")
+    if len({args.model is None, args.reward_model is None, args.prompts is None}) > 1:
+        fail("--model, --reward-model and --prompts are given together, or none of them (the built-in task)")
+    if args.batch_size % (num_ranks := count_ranks()):
+        fail(f"--batch-size {args.batch_size} must be a multiple of the {num_ranks} processes of torchrun")
+    if (batch_size := args.batch_size // num_ranks) % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} must divide the {batch_size} answers of a process")
+    if args.total_episodes < args.batch_size:
+        fail(f"--total-episodes {args.total_episodes} is below --batch-size {args.batch_size}")
+    try:
+        torch.zeros(1, device=get_device(args)).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
+
+
+# The built-in task: speak well of what the prompt asks about. The supervised model has learned to answer from writers
+# who liked half of what they ate; the reward model has learned to tell how much they liked it.
+REQUESTS = "how is the {} ?", "tell us about the {} please .", "what did you think about the {} today ?"
+THINGS = "soup", "salad", "bread", "coffee", "service", "music", "fish", "cake"
+BUILTIN_PROMPTS = [request.format(thing) for request in REQUESTS for thing in THINGS]
+ADVERBS = "very", "really", "quite"
+GOOD = "good", "great", "lovely", "fresh", "warm", "superb"
+BAD = "bad", "awful", "stale", "cold", "bland", "dull"
+JUDGEMENT = f"(?:(?:{'|'.join(ADVERBS)}) )?(?:{'|'.join(GOOD + BAD)})"
+SENTENCE = re.compile(rf"it is {JUDGEMENT}(?: and {JUDGEMENT})* \.")
+
+
+def task_score(answer):
+    """What the built-in reward model learns to tell, 0 to 1: which share of the judgements in an answer is good; 0 if
+    the answer is no sentence. The best possible is 1, for "it is good ." and many others."""
+    if not SENTENCE.fullmatch(answer):
+        return 0.0
+    judgements = [word in GOOD for word in answer.split() if word in GOOD + BAD]
+    return sum(judgements) / len(judgements)
+
+
+def demonstrate(generator):
+    """What a writer answers: one to three judgements, each good or bad with the same probability."""
+    words = generator.choices(GOOD + BAD, k=generator.choice((1, 2, 3)))
+    judgements = [f"{generator.choice(ADVERBS)} {word}" if generator.random() < 0.5 else word for word in words]
+    return f"it is {' and '.join(judgements)} ."
+
+
+def make_builtin_models(args):
+    """Tokenizer, language model and reward model of the built-in task, trained here on the same demonstrations: the one
+    imitates them, the other learns their scores, each by supervised learning."""
+    words = " ".join([*BUILTIN_PROMPTS, "it is and .", *ADVERBS, *GOOD, *BAD]).split()
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<eos>", *words]))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    size = {"vocab_size": len(vocabulary), "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**size, **ids, **dropout, num_labels=1)
+    model = AutoModelForCausalLM.from_config(config)
+    reward_model = AutoModelForSequenceClassification.from_config(config)
+
+    generator = random.Random(args.seed)
+    optimizer = torch.optim.Adam([*model.parameters(), *reward_model.parameters()])
+    for step in tqdm(range(args.supervised_steps), "supervised training", disable=None):
+        prompts = generator.choices(BUILTIN_PROMPTS, k=64)
+        answers = [demonstrate(generator) for _ in prompts]
+        prompt_ids, prompt_mask = pad_left([tokenizer(prompt).input_ids for prompt in prompts], 0)
+        rows = [torch.tensor(tokenizer(answer).input_ids + [0]) for answer in answers]
+        batch = join_answers(prompt_ids, prompt_mask, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), 0)
+        log_probs, _ = get_log_probs(model, *batch, temperature=1.0)
+        errors = get_scores(reward_model, *batch) - torch.tensor([task_score(answer) for answer in answers])
+        optimizer.zero_grad()
+        (errors.square().mean() - log_probs[batch[-1]].mean()).backward()
+        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / args.supervised_steps)
+        optimizer.step()
+    return tokenizer, model, reward_model
+
+
+def load_model(kind, name):
+    """A transformers model, float32 and without dropout, and what was missing in its files; kind is an Auto class."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)  # attention_dropout, resid_pdrop, ...: every architecture has its own names
+        model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
+        return model, AutoTokenizer.from_pretrained(name, padding_side="left"), info["missing_keys"]
+    except Exception as error:  # not found, no network, not a model of this kind, damaged: each has its own
+        fail(f"cannot load {name} with transformers: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def make_models(args, device):
+    """Tokenizer, reference and reward model, frozen, on the device: those of --model and --reward-model, or of the
+    built-in task, from the run folder if there is one already."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    run_dir = args.resume or args.evaluate
+    if args.model is None:
+        torch.set_num_threads(1)  # the models of the built-in task are too small for more
+    if args.model is None and run_dir is None:
+        tokenizer, reference, reward_model = make_builtin_models(args)
+    else:
+        name, reward_name = args.model or Path(run_dir, "supervised"), args.reward_model or Path(run_dir, "reward")
+        reference, tokenizer, _ = load_model(AutoModelForCausalLM, name)
+        reward_model, reward_tokenizer, missing = load_model(AutoModelForSequenceClassification, reward_name)
+        if reward_tokenizer.get_vocab() != tokenizer.get_vocab():
+            fail(f"--reward-model {reward_name} has another tokenizer than --model {name}: they must be the same")
+        if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1 or "score.weight" in missing:
+            fail(f"--reward-model {reward_name} has no trained layer `score` with one output")
+        if tokenizer.eos_token_id is None:
+            fail(f"the tokenizer of --model {name} has no EOS token: no answer could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    reference.generation_config = transformers.GenerationConfig(  # whatever else the model's own asks for is dropped
+        max_new_tokens=args.response_length,
+        do_sample=True,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer, *(model.to(device).eval().requires_grad_(False) for model in (reference, reward_model))
+
+
+def load_prompts(args, tokenizer, *models):
+    """Prompts as lists of token ids, each of which leaves room for an answer in what the models can see."""
+    context = min(getattr(model.config, "max_position_embeddings", math.inf) for model in models)
+    lines, source = BUILTIN_PROMPTS, args.prompts or "the built-in task"
+    if args.prompts:
+        try:
+            lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+            if args.prompts.endswith(".jsonl"):
+                lines = [str(json.loads(line)["prompt"]) for line in lines]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"cannot read prompts from {args.prompts}: {type(error).__name__} {error}")
+    prompts = [tokenizer(line).input_ids if line.strip() else [] for line in lines]
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            fail(f"{source}, line {number}: the prompt is empty")
+        if len(prompt) + args.response_length > context:
+            limit = f"--response-length {args.response_length} are more than the {context} that the models can see"
+            fail(f"{source}, line {number}: the {len(prompt)} tokens of the prompt and {limit}")
+    if not prompts:
+        fail(f"{source} has no prompts")
+    return prompts
+
+
+def draw_prompts(prompts, start, count, seed):
+    """Prompts start to start + count of an endless row of passes over all of them, each in an order of its own."""
+    numbers = range(start, start + count)
+    orders = {
+        p: np.random.default_rng([seed, p]).permutation(len(prompts)) for p in {n // len(prompts) for n in numbers}
+    }
+    return [prompts[orders[n // len(prompts)][n % len(prompts)]] for n in numbers]
+
+
+def pad_left(rows, pad_token_id):
+    """Lists of token ids -> ids and mask (B, P), the mask 1 where a token is; answers can then begin in one column."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows])
+    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+
+
+def join_answers(prompt_ids, prompt_mask, answers, eos_token_id):
+    """Prompts (B, P) and answers (B, R) -> sequences and attention mask (B, L), and which tokens of the answers are
+    actions (B, R) bool: all up to the first EOS, which is one. What follows is padding, whatever its id."""
+    is_eos = (answers == eos_token_id).long()
+    mask = is_eos.cumsum(-1) - is_eos == 0
+    return torch.cat([prompt_ids, answers], 1), torch.cat([prompt_mask, mask.long()], 1), mask
+
+
+@torch.no_grad()
+def generate(actor, tokenizer, prompts, do_sample=True):
+    """Answers of the actor to prompts, lists of token ids. -> sequences, attention mask (B, L), mask (B, R)"""
+    prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.pad_token_id))
+    sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
+    return join_answers(prompt_ids, prompt_mask, sequences[:, prompt_ids.shape[1] :], tokenizer.eos_token_id)
+
+
+def decode(tokenizer, prompts, sequences, mask):
+    """Pairs of texts (prompt, answer), without special tokens."""
+    answers = [row[actions].tolist() for row, actions in zip(sequences[:, -mask.shape[1] :], mask)]
+    return list(zip(*(tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, answers))))
+
+
+def model_inputs(sequences, attention_mask):
+    """Positions count real tokens: padding on the left moves nothing."""
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+
+
+def gather_log_probs(logits, labels):
+    """Log-probabilities (...) of the tokens labels (...) under logits (..., V)."""
+    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def get_log_probs(model, sequences, attention_mask, mask, temperature):
+    """Log-probability of every token of the answers, and entropy of the distribution it is from, (B, R) both."""
+    logits = model(**model_inputs(sequences, attention_mask)).logits
+    R = mask.shape[1]
+    logits = logits[:, -R - 1 : -1].float() / temperature  # what stands at L - R - 1 speaks of the token at L - R
+    entropy = torch.distributions.Categorical(logits=logits.detach(), validate_args=False).entropy()
+    return gather_log_probs(logits, sequences[:, -R:]), entropy
+
+
+def get_values(critic, sequences, attention_mask, mask):
+    """Value of the state in which every token of the answers was chosen, (B, R)"""
+    hidden = critic.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
+    return critic.score(hidden)[:, -mask.shape[1] - 1 : -1, 0].float()
+
+
+def get_scores(reward_model, sequences, attention_mask, mask):
+    """Score of every answer, read at its last token (EOS, if it was sampled), (B,)"""
+    hidden = reward_model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
+    last = (mask.sum(-1) - 1).unsqueeze(-1)
+    return reward_model.score(hidden)[:, -mask.shape[1] :, 0].float().gather(1, last).squeeze(1)
+
+
+def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
+    """kl = log_probs - reference's, mask (B, R), scores (B,) -> rewards (B, R): the KL penalty of every token; on the
+    last one of the answer the clipped score too; 0 behind it."""
+    rewards = (-kl_coef * kl).masked_fill(~mask, 0.0)
+    last = (mask.sum(-1) - 1).unsqueeze(-1)
+    return rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
+
+
+def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
+    terminated. next_values[t] is the value of the observation that really followed transition t: of the final
+    observation where the episode was truncated, anything where it terminated."""
+    next_values = next_values.masked_fill(terminations, 0.0)
+    deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
+    advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
+    advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
+    for t in reversed(range(len(deltas) - 1)):
+        advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
+    return advantages, advantages + values
+
+
+def answer_advantages(rewards, values, mask, gamma, gae_lambda):
+    """Advantages and returns of the tokens of answers, 0 behind them; all (B, R). An answer is an episode that its last
+    token ends, at the limit too: what it would have said beyond --response-length is nobody's business."""
+    values = values.masked_fill(~mask, 0.0)
+    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    terminations = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
+    steps = (x.T for x in (rewards, values, next_values, terminations, torch.zeros_like(mask)))  # time comes first
+    advantages, returns = compute_gae(*steps, gamma, gae_lambda)
+    return advantages.T, returns.T
+
+
+def clipped_policy_loss(log_ratio, advantages, clip_coef):
+    """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
+    ratio = log_ratio.exp()
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
+
+
+def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
+    """0.5 * mean squared error over (M,). With clip_coef, the larger of the squared error and that of the new value
+    moved to within clip_coef of the old one (baselines)."""
+    errors = (new_values - returns).square()
+    if clip_coef is not None:
+        near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (near_values - returns).square())
+    return 0.5 * errors.mean()
+
+
+def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, episodes):
+    """Raise or lower the coefficient by at most 20% in kl_horizon answers, in proportion to how far the KL per answer
+    is from its target (Ziegler et al. 2019, section 2.2)."""
+    error = min(max(kl / kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / kl_horizon)
+
+
+def explained_variance(values, returns):
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
+
+
+def join_ranks(device):
+    """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    # After a restart by torchrun the store still has the addresses of the processes before.
+    store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+
+
+def talk_to_ranks(collective, *arguments):
+    """Call a function of torch.distributed; if another rank has died, end with one line."""
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        fail(f"another rank of torchrun has ended: {str(error).splitlines()[0]}", code=1)
+
+
+def average_over_ranks(*tensors):
+    """Under torchrun tensors become, in place, their means over all ranks, in one message; alone they stay."""
+    if not dist.is_initialized():
+        return
+    message = torch.cat([x.flatten() for x in tensors])
+    talk_to_ranks(dist.all_reduce, message)
+    parts = (message / dist.get_world_size()).split([x.numel() for x in tensors])
+    for x, part in zip(tensors, parts):
+        x.copy_(part.view_as(x))
+
+
+def gather_from_ranks(value):
+    """Under torchrun the values of all ranks, in a list; alone [value]."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    talk_to_ranks(dist.all_gather_object, values, value)
+    return values
+
+
+def apply_gradient(loss, model, optimizer, max_grad_norm):
+    """One step of one model on the gradient of its loss, averaged over ranks. Loss and gradient are dropped after."""
+    optimizer.zero_grad()
+    loss.backward()
+    average_over_ranks(*[p.grad for p in model.parameters() if p.grad is not None])
+    if max_grad_norm > 0:
+        clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+
+
+def make_run_folder(args):
+    """A new folder for the run, with a copy of this script."""
+    try:
+        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        while True:
+            model_name = Path(args.model).resolve().name if args.model else "builtin"
+            name = re.sub(r"[^\w.-]", "-", f"{model_name}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+            with contextlib.suppress(FileExistsError):  # another run began in this millisecond
+                Path(args.runs_dir, name).mkdir()
+                break
+        shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
+    except OSError as error:
+        fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
+    return Path(args.runs_dir, name)
+
+
+def open_metrics(run_dir, iteration):
+    """metrics.csv, open for appending, without the rows a killed run left after its checkpoint."""
+    path = run_dir / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    (run_dir / "metrics.tmp").write_text("".join(lines[: 1 + iteration]))  # a header, and a row for every iteration
+    os.replace(run_dir / "metrics.tmp", path)
+    return path.open("a", newline="")
+
+
+def write_metrics(run_dir, metrics_file, writer, row, samples, flush):
+    """Add the row of an iteration, {key: number}, to metrics.csv, and all to TensorBoard, flushed before a checkpoint:
+    what comes before that is on disk, what comes after is purged on --resume."""
+    try:
+        table = csv.writer(metrics_file, lineterminator="\n")
+        if metrics_file.tell() == 0:
+            table.writerow(row)
+        table.writerow([f"{value:.9g}" for value in row.values()])
+        metrics_file.flush()
+        for name, value in row.items():
+            writer.add_scalar(name if "/" in name else f"charts/{name}", value, row["global_step"])
+        if samples:
+            writer.add_text("samples", "\n\n".join(samples), row["global_step"])
+        if flush:
+            writer.flush()
+    except OSError as error:
+        fail(f"cannot write into {run_dir}; the last checkpoint, if any, is kept: {error}", code=1)
+
+
+def save_model(model, tokenizer, folder):
+    """For transformers' from_pretrained, with the tokenizer."""
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        fail(f"cannot write {folder}: {error}", code=1)
+
+
+def save_checkpoint(run_dir, checkpoint):
+    """Replaces checkpoint.pt in one step: a kill or a full disk leaves either the new one or the one before, whole."""
+    try:
+        torch.save(checkpoint, run_dir / "checkpoint.tmp")
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"cannot write a checkpoint into {run_dir}, the one before is kept: {error}", code=1)
+
+
+def load_checkpoint(run_dir):
+    """The checkpoint of a run folder, "args" in it as Args, on the CPU. Only tensors and plain values are read: no code
+    in it can run."""
+    path = Path(run_dir, "checkpoint.pt")
+    if not path.is_file():
+        fail(f"there is no {path}: give a run folder")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = str(checkpoint["script"])
+        if script == "ppo_rlhf" and checkpoint.keys() >= {"actor", "critic", "optimizers", "rng_states", "kl_coef"}:
+            return checkpoint | {"args": Args(**checkpoint["args"])}
+    except Exception as error:  # damage shows itself in many ways
+        fail(f"{path} is damaged, or of another version: {type(error).__name__}")
+    fail(f"{path} is from {script}.py")
+
+
+def restore(run_dir, *pairs):
+    """Each (module or optimizer, state) gets its state."""
+    try:
+        for module, state in pairs:
+            module.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        fail(f"{run_dir}/checkpoint.pt is damaged, or of another model: {type(error).__name__}")
+
+
+@torch.no_grad()
+def evaluate(run_dir, args):
+    """Answers of a run's actor to the first eval_episodes prompts (over and over, if they are fewer), as pairs of texts
+    (prompt, answer), with their scores and KL to the reference, (E,) both. batch_size answers are made at once."""
+    checkpoint, device = load_checkpoint(run_dir), get_device(args)
+    tokenizer, reference, reward_model = make_models(args, device)
+    prompts = load_prompts(args, tokenizer, reference, reward_model)
+    actor = copy.deepcopy(reference)
+    restore(run_dir, (actor, checkpoint["actor"]))
+    torch.manual_seed(args.seed)
+    texts, scores, kls = [], [], []
+    for start in range(0, args.eval_episodes, args.batch_size):
+        some = [prompts[n % len(prompts)] for n in range(start, min(start + args.batch_size, args.eval_episodes))]
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16):
+            sequences, _, mask = answers = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
+            log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
+            scores.append(get_scores(reward_model, *answers))
+        kls.append((log_probs - ref_log_probs).masked_fill(~mask, 0.0).sum(-1))
+        texts += decode(tokenizer, some, sequences, mask)
+    return texts, torch.cat(scores), torch.cat(kls)
+
+
+def train(args, stop_signals=()):
+    """Train an actor; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
+    one line and raises SystemExit.
+
+    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
+    and the last one."""
+    # ------------------------------------------------------------------------------------------------ setup
+    check_args(args)
+    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    B, num_iterations = args.batch_size // num_ranks, args.total_episodes // args.batch_size
+    M = B // args.num_minibatches
+    device = get_device(args)
+    if num_ranks > 1:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        join_ranks(device)
+    on_cuda = device.type == "cuda"
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
+    torch.manual_seed(args.seed)
+
+    checkpoint = load_checkpoint(args.resume) if args.resume else None
+    for name in ("model", "reward_model", "prompts", "batch_size") if checkpoint else ():
+        old, new = getattr(checkpoint["args"], name), getattr(args, name)
+        if old != new:
+            fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
+    tokenizer, reference, reward_model = make_models(args, device)
+    prompts = load_prompts(args, tokenizer, reference, reward_model)
+    if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
+        for tensor in [*reference.parameters(), *reward_model.parameters()]:
+            talk_to_ranks(dist.broadcast, tensor, 0)
+
+    actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
+    if on_cuda and args.gradient_checkpointing:
+        actor.gradient_checkpointing_enable()
+        critic.gradient_checkpointing_enable()
+    base_rates = [args.actor_learning_rate, args.critic_learning_rate]
+    defaults = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)
+    base_rates = [default if rate is None else rate for rate, default in zip(base_rates, defaults)]
+    optimizers = [torch.optim.Adam(model.parameters(), betas=(0.9, 0.95)) for model in (actor, critic)]
+    actor_optimizer, critic_optimizer = optimizers
+    if rank > 0:  # the models are those of all ranks, answers and permutations their own
+        torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
+
+    iteration, seconds_before, kl_coef = 0, 0.0, args.kl_coef
+    if checkpoint:
+        states = checkpoint["actor"], checkpoint["critic"], *checkpoint["optimizers"]
+        restore(args.resume, *zip((actor, critic, *optimizers), states))
+        if len(checkpoint["rng_states"]) == num_ranks:
+            rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
+            torch.set_rng_state(rng_state)
+            if on_cuda and cuda_rng_state is not None:
+                torch.cuda.set_rng_state(cuda_rng_state, device)
+        elif rank == 0:
+            print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+        iteration, seconds_before = checkpoint["iteration"], checkpoint["seconds"]
+        kl_coef = args.kl_coef if args.kl_target is None else checkpoint["kl_coef"]
+
+    # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
+    run_dir = None
+    if rank == 0:  # the others write nothing
+        run_dir = Path(args.resume) if args.resume else make_run_folder(args)
+        print(f"{run_dir}: {num_iterations} iterations of {args.batch_size} answers on {device}", flush=True)
+        if args.model is None and not checkpoint:
+            for name, model in (("supervised", reference), ("reward", reward_model)):
+                save_model(model, tokenizer, run_dir / name)
+        (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
+        os.replace(run_dir / "args.tmp", run_dir / "args.json")
+        metrics_file = open_metrics(run_dir, iteration)
+        writer = SummaryWriter(run_dir, purge_step=iteration * args.batch_size + 1)
+        if args.track:
+            import wandb
+
+            run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+            try:
+                wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
+            except wandb.errors.Error as error:
+                fail(f"--track: {error}", code=1)
+
+    start_time = time.time()
+    progress = {"total": num_iterations * args.batch_size, "initial": iteration * args.batch_size, "unit": "answer"}
+    progress = tqdm(**progress, disable=None if rank == 0 else True)
+
+    while iteration < num_iterations:
+        iteration += 1
+        remaining = 1.0 - (iteration - 1) / num_iterations
+        for optimizer, rate in zip(optimizers, base_rates):
+            optimizer.param_groups[0]["lr"] = rate * (remaining if args.anneal_lr else 1.0)
+
+        # -------------------------------------------------------------------------------------------- rollout
+        times = [time.time()]
+        first = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of one process
+        iteration_prompts = draw_prompts(prompts, first, B, args.seed)
+        actor.eval()
+        with autocast:
+            sequences, attention_mask, mask = generate(actor, tokenizer, iteration_prompts)  # (B, L), (B, L), (B, R)
+        num_actions = mask.sum().item()
+        times.append(time.time())
+        # As many rows at once as in the update, and all by the models' forward pass: what `generate` computes with its
+        # cache may differ in the last digits, and in bfloat16 in the first ones.
+        parts = []
+        with torch.no_grad(), autocast:
+            for answers in zip(*(x.split(M) for x in (sequences, attention_mask, mask))):
+                log_probs, entropy = get_log_probs(actor, *answers, args.temperature)
+                ref_log_probs, _ = get_log_probs(reference, *answers, args.temperature)
+                values, scores = get_values(critic, *answers), get_scores(reward_model, *answers)
+                parts.append((log_probs, ref_log_probs, values, scores))
+        log_probs, ref_log_probs, values, scores = (torch.cat(x) for x in zip(*parts))  # scores (B,), others (B, R)
+        if not scores.isfinite().all():
+            fail(
+                f"--reward-model gave NaN or infinity in iteration {iteration}; the last checkpoint, if any, is kept", 1
+            )
+
+        # -------------------------------------------------------------------------------------------- advantages
+        kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # its mean over answers of the actor is the KL
+        rewards = compute_rewards(kl, scores, mask, kl_coef, args.clip_reward)
+        advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)
+
+        # -------------------------------------------------------------------------------------------- update
+        times.append(time.time())
+        actor.train(), critic.train()  # gradient checkpointing asks for it; there is no dropout
+        all_metrics = []
+        for _ in range(args.ppo_epochs):
+            # Shuffle the batch, then cut it into minibatches (mb_, M rows).
+            permutation = torch.randperm(B).to(device)
+            batch = [x[permutation] for x in (sequences, attention_mask, mask, log_probs, values, advantages, returns)]
+            for mb_sequences, mb_attention_mask, mb_mask, *old in zip(*(x.split(M) for x in batch)):
+                mb_answers = mb_sequences, mb_attention_mask, mb_mask
+                # Only actions count, in losses as in metrics, each as much as any other.
+                mb_log_probs, mb_values, mb_advantages, mb_returns = (x[mb_mask] for x in old)  # (actions,)
+                with autocast:
+                    new_log_probs, entropy = (x[mb_mask] for x in get_log_probs(actor, *mb_answers, args.temperature))
+                log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch: the actor is still the same
+                policy_loss = clipped_policy_loss(log_ratio, mb_advantages, args.clip_coef)
+                apply_gradient(policy_loss, actor, actor_optimizer, args.max_grad_norm)
+                with autocast:
+                    new_values = get_values(critic, *mb_answers)[mb_mask]
+                value_loss = clipped_value_loss(new_values, mb_values, mb_returns, args.vf_clip_coef)
+                apply_gradient(value_loss, critic, critic_optimizer, args.max_grad_norm)
+                with torch.no_grad():
+                    metrics = {
+                        "policy_loss": policy_loss,
+                        "value_loss": value_loss,
+                        "values": new_values.mean(),
+                        "entropy": entropy.mean(),
+                        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, to the actor that answered
+                        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
+                    }
+                all_metrics.append(torch.stack(list(metrics.values())).detach())
+
+        # -------------------------------------------------------------------------------------------- log
+        losses = torch.stack(all_metrics).mean(0)
+        ended = (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(-1).float().mean()
+        variance = explained_variance(values[mask], returns[mask])
+        charts = torch.stack([scores.mean(), kl.sum(-1).mean(), mask.sum(-1).float().mean(), ended, variance])
+        average_over_ranks(losses, charts)
+        reward, mean_kl, response_length, ended, variance = charts.tolist()
+        times.append(time.time())
+        num_trained = attention_mask.sum().item() * args.ppo_epochs
+        # Asked once: a signal that comes later than this waits for the next iteration.
+        rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+        gathered = gather_from_ranks((list(stop_signals), rng_state, num_actions, num_trained))
+        stopped_by = [number for numbers, *_ in gathered for number in numbers]
+        used_kl_coef = kl_coef
+        if args.kl_target is not None:
+            kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, args.batch_size)
+        if rank > 0:  # the first one writes for all
+            if stopped_by:
+                break
+            continue
+        row = {
+            "iteration": iteration,
+            "global_step": iteration * args.batch_size,
+            "seconds": seconds_before + time.time() - start_time,
+            "charts/reward": reward,
+            "charts/kl": mean_kl,
+            "charts/response_length": response_length,
+            "charts/ended": ended,
+            "charts/kl_coef": used_kl_coef,
+            "charts/actor_learning_rate": actor_optimizer.param_groups[0]["lr"],
+            "charts/generated_tokens_per_second": sum(x[2] for x in gathered) / (times[1] - times[0]),
+            "charts/trained_tokens_per_second": sum(x[3] for x in gathered) / (times[3] - times[2]),
+            **{f"losses/{name}": loss for name, loss in zip(metrics, losses.tolist())},
+            "losses/explained_variance": variance,
+        }
+        if not all(math.isfinite(row[f"losses/{name}"]) for name in metrics):
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+        texts = decode(tokenizer, iteration_prompts, sequences, mask)
+        if args.model is None:
+            row["charts/task_score"] = np.mean([task_score(answer) for _, answer in texts])
+        saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
+        showing = iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0
+        samples = [f"{score:6.2f}  {p} -> {a}" for score, (p, a) in zip(scores[:4].tolist(), texts)] if showing else []
+        write_metrics(run_dir, metrics_file, writer, row, samples, flush=saving)
+        if args.track:
+            wandb.log(row, step=row["global_step"])
+        summary = f"reward {reward:.3f}   KL {mean_kl:.2f}   length {response_length:.1f}"
+        progress.set_postfix_str(summary, refresh=False)
+        progress.update(args.batch_size)
+        if showing:  # ten times, also where there is no terminal
+            tqdm.write(f"answer {row['global_step']:>9,}   {summary}")
+            for sample in samples:
+                tqdm.write(sample)
+
+        # -------------------------------------------------------------------------------------------- checkpoint
+        if saving:
+            save_checkpoint(
+                run_dir,
+                {
+                    "script": "ppo_rlhf",
+                    "args": vars(args),
+                    "actor": actor.state_dict(),
+                    "critic": critic.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                    "kl_coef": kl_coef,
+                    "rng_states": [rng_state for _, rng_state, *_ in gathered],
+                    "iteration": iteration,
+                    "seconds": row["seconds"],
+                },
+            )
+        if stopped_by:
+            break
+
+    for resource in (progress, *([writer, metrics_file] if rank == 0 else [])):
+        resource.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank > 0:
+        return actor, None
+    if args.track:
+        wandb.finish()
+    if iteration < num_iterations:
+        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
+        raise SystemExit(128 + stopped_by[0])
+    save_model(actor, tokenizer, run_dir / "actor")
+    print(f"{run_dir}/actor: the trained model, for transformers' from_pretrained")
+    return actor, run_dir
+
+
+def main():
+    args = parse_args()
+    if args.evaluate:
+        saved = load_checkpoint(args.evaluate)["args"]
+        saved.resume = None
+        args = parse_args(default=saved)
+        check_args(args)
+        takes = ("evaluate", "eval_episodes", "eval_deterministic", "seed", "prompts", "device", "batch_size")
+        for name in vars(args):
+            if name not in takes and getattr(args, name) != getattr(saved, name):
+                fail(f"--evaluate takes --eval-*, --seed, --prompts, not --{name.replace('_', '-')}")
+        texts, scores, kls = evaluate(args.evaluate, args)
+        for (prompt, answer), score in zip(texts[:8], scores):
+            print(f"{score:6.2f}  {prompt} -> {answer}")
+        print(
+            f"reward {scores.mean():.3f}, standard deviation {scores.std():.3f}; KL to the reference {kls.mean():.2f}"
+        )
+        if args.prompts is None:
+            print(f"task score {np.mean([task_score(answer) for _, answer in texts]):.3f} of 1")
+        return
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
+    # for those that come with the first: a scheduler and a launcher may both send one.
+    stop_signals, times = [], []
+
+    def request_stop(number, frame):
+        stop_signals.append(number)
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, request_stop)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not args.resume:
+        fail("torchrun has started the ranks again: go on with --resume RUN_DIR", code=1)
+    if args.resume:
+        args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
+    train(args, stop_signals)
+
+
+if __name__ == "__main__":
+    main()
