@@ -42,6 +42,40 @@ class Drift:
         return self.observe(), rewards, terminations, truncations, infos
 
 
+class Replay:
+    """Gives back what was once observed, whatever is done. obs (T + 1, N, D), with or without critic_obs (T + 1, N, P),
+    rewards, dones and time_outs (T, N)."""
+
+    def __init__(self, record):
+        self.record = {name: torch.tensor(x) for name, x in record.items()}
+        self.num_envs, self.step_number = self.record["obs"].shape[1], 0
+        self.single_action_space = gym.spaces.Box(-1.0, 1.0, (2,))
+        if "critic_obs" in record:  # rsl_rl leaves bounds to the environment
+            self.single_action_space = gym.spaces.Box(-float("inf"), float("inf"), (2,))
+
+    def observe(self):
+        obs = self.record["obs"][self.step_number]
+        return (
+            {"policy": obs, "critic": self.record["critic_obs"][self.step_number]}
+            if "critic_obs" in self.record
+            else obs
+        )
+
+    def reset(self, seed=None):
+        self.step_number = 0
+        return self.observe(), {}
+
+    def step(self, actions):
+        rewards, done, time_out = (self.record[name][self.step_number] for name in ("rewards", "dones", "time_outs"))
+        self.step_number += 1
+        return self.observe(), rewards, done.bool() & ~time_out.bool(), time_out.bool(), {}
+
+
+def wave(like, *_, **__):
+    """In place of random normal numbers: ones that only depend on the shape."""
+    return torch.cos(1.0 + 2.7 * torch.arange(like.numel(), dtype=torch.float32)).view(like.shape)
+
+
 def drift(num_envs, device, seed):
     return Drift(num_envs, device, seed)
 

@@ -262,17 +262,15 @@ class BraxEnvs:
             env = envs.get_environment(name, backend=backend)
         except (KeyError, ValueError, AssertionError) as error:
             fail(f"there is no Brax environment {name!r} with the backend {backend!r}: {type(error).__name__} {error}")
-        env = AutoResetWrapper(
-            KeepFinalObs(EpisodeWrapper(VmapWrapper(env, num_envs), episode_length, action_repeat=1))
-        )
+        env = AutoResetWrapper(KeepFinalObs(EpisodeWrapper(VmapWrapper(env), episode_length, action_repeat=1)))
         self.num_envs = num_envs
         self.single_action_space = gym.spaces.Box(-1.0, 1.0, (env.action_size,))
         self.jax, self.jit_reset, self.jit_step = jax, jax.jit(env.reset), jax.jit(env.step)
         self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
 
     def reset(self, seed=None):
-        key = self.jax.device_put(self.jax.random.PRNGKey(seed % 2**32), self.jax_device)
-        self.state = self.jit_reset(key)
+        keys = self.jax.random.split(self.jax.random.PRNGKey(seed % 2**32), self.num_envs)
+        self.state = self.jit_reset(self.jax.device_put(keys, self.jax_device))
         return torch.from_dlpack(self.state.obs), {}
 
     def step(self, actions):
@@ -315,8 +313,8 @@ class GymEnvs:
         actions = actions.cpu().numpy().reshape(self.envs.action_space.shape)
         obs, rewards, terminations, truncations, infos = self.envs.step(actions)
         final_obs = obs.copy()
-        if truncations.any():
-            final_obs[truncations] = np.stack(infos["final_obs"][truncations])
+        if "final_obs" in infos:
+            final_obs[infos["_final_obs"]] = np.stack(infos["final_obs"][infos["_final_obs"]])
         ends = (torch.from_numpy(x).to(self.device) for x in (terminations, truncations))
         return self.tensor(obs), self.tensor(rewards), *ends, {"final_obs": self.tensor(final_obs)}
 
@@ -801,12 +799,16 @@ def train(args, stop_signals=()):
 
     envs = make_envs(args, N, device)
     eval_envs = make_envs(args, args.eval_episodes, device) if args.num_evaluations and rank == 0 else None
+    envs.reset(seed=args.seed)
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with another seed.
     iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if args.resume:
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
         evaluations = checkpoint["evaluations"]
+    _, _, _, _, infos = envs.step(torch.zeros(N, *envs.single_action_space.shape, device=device))
+    if args.timeouts == "exact" and "final_obs" not in infos:
+        fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
     env_seed = int(np.random.SeedSequence([args.seed, global_step, rank]).generate_state(1)[0])
     next_obs, next_critic_obs = split_obs(envs.reset(seed=env_seed)[0])
     action_space = envs.single_action_space
@@ -925,6 +927,7 @@ def train(args, stop_signals=()):
 
     if eval_envs and not evaluations:
         log_evaluation()
+        start_time = time.time()
 
     while iteration < num_iterations:
         iteration += 1
@@ -941,8 +944,6 @@ def train(args, stop_signals=()):
             next_obs, next_critic_obs = split_obs(obs_groups)
             truncations[t] = truncated & ~terminations[t]
             if raw_final_obs is not None:
-                if "final_obs" not in infos:
-                    fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
                 policy_obs, critic_obs = split_obs(infos["final_obs"])
                 raw_final_obs[t] = policy_obs if critic_obs is None else critic_obs
 

@@ -1,0 +1,499 @@
+"""variants/ppo_gpu_sim.py: parity with rsl_rl and Brax, what the actor may see, checkpoints, input."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # before a test replaces torch.randn_like: it looks up functions when imported
+import torch_envs
+from conftest import ROOT, TESTS, golden, scalars
+
+sys.path.insert(0, str(ROOT / "variants"))
+import ppo_gpu_sim as script
+
+ORACLE = json.loads((TESTS / "gpu_sim_oracle.json").read_text())
+# What makes a run small enough for a test, for every update.
+SMALL = {"env_id": "torch_envs:drift", "num_envs": 16, "num_steps": 10, "num_minibatches": 4, "update_epochs": 2}
+SMALL |= {"total_timesteps": 800, "hidden_size": 16, "compile": False}
+UPDATES = list(script.UPDATES)
+HAS_BRAX = importlib.util.find_spec("brax") is not None
+
+
+def make_args(tmp_path, update="rsl_rl", **changes):
+    given = script.UPDATES[update] | SMALL | {"update": update, "runs_dir": str(tmp_path / "runs")} | changes
+    return script.Args(**given)
+
+
+def run(*flags, timeout=120):
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "variants" / "ppo_gpu_sim.py"), *map(str, flags)]
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def tensors(tree):
+    return {name: torch.tensor(value) for name, value in tree.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- parity
+
+
+def advantages_of(case, **settings):
+    """advantages and returns that the script gives for a golden case"""
+    inputs, expected = golden(case)
+    truncations = inputs.get("truncations", inputs.get("time_outs")).bool()
+    dones = inputs["dones"].bool() if "dones" in inputs else truncations | inputs["terminations"].bool()
+    args = script.Args(gamma=inputs["gamma"], gae_lambda=inputs["gae_lambda"], **settings)
+    columns = inputs["rewards"], inputs["values"], inputs["last_values"], torch.full_like(inputs["rewards"], math.nan)
+    return *script.estimate_targets(args, *columns, dones & ~truncations, truncations), expected
+
+
+def test_advantages_of_brax():
+    advantages, returns, expected = advantages_of("gae_brax", timeouts="masked", advantages="brax")
+    torch.testing.assert_close(advantages, expected["advantages"])
+    torch.testing.assert_close(returns, expected["vs"])
+
+
+def test_advantages_of_nvidia():
+    advantages, returns, expected = advantages_of("gae_nvidia_variant", timeouts="masked", advantages="gae")
+    torch.testing.assert_close(script.normalize_advantages(advantages), expected["advantages"])
+    torch.testing.assert_close(returns, expected["vs"])
+
+
+def test_advantages_of_rsl_rl():
+    advantages, returns, expected = advantages_of("gae_rsl_rl_timeouts", timeouts="current-value")
+    torch.testing.assert_close(advantages, expected["advantages_raw"])
+    torch.testing.assert_close(returns, expected["returns"])
+    torch.testing.assert_close(script.normalize_advantages(advantages), expected["advantages_normalised"])
+
+
+def test_advantages_of_brax_are_those_of_brax():
+    """The function that Brax itself calls, where it is installed."""
+    losses = pytest.importorskip("brax.training.agents.ppo.losses", reason="Brax is not installed")
+    torch.manual_seed(1)
+    rewards, values, (last_values, *_) = torch.randn(3, 7, 5)
+    ends = torch.rand(7, 5)
+    terminations, truncations = ends < 0.15, ends > 0.85
+    flags = (x.float().numpy() for x in (truncations, terminations))
+    arrays = (x.numpy() for x in (rewards, values, last_values))
+    vs, theirs = losses.compute_gae(*flags, *arrays, lambda_=0.9, discount=0.97)
+    args = script.Args(gamma=0.97, gae_lambda=0.9, timeouts="masked", advantages="brax")
+    advantages, returns = script.estimate_targets(args, rewards, values, last_values, None, terminations, truncations)
+    np.testing.assert_allclose(advantages, theirs, atol=1e-5)
+    np.testing.assert_allclose(returns, vs, atol=1e-5)
+
+
+def test_gaussian_kl():
+    inputs, expected = golden("gaussian_kl")
+    names = "old_mean", "old_std", "new_mean", "new_std"
+    torch.testing.assert_close(script.normal_kl(*(inputs[name] for name in names)), expected["exact"])
+
+
+def make_agent(obs_size=3, critic_obs_size=None, action_size=2, **changes):
+    high = np.ones(action_size, np.float32)
+    return script.Agent(obs_size, critic_obs_size, -high, high, script.Args(hidden_size=8, **changes))
+
+
+def test_tanh_policy(monkeypatch):
+    inputs, expected = golden("tanh_gaussian")
+    agent = make_agent(policy="tanh").double()
+    head = torch.cat([inputs["loc"], inputs["raw_scale"]], dim=-1)
+    agent.actor = torch.nn.Identity()
+    mean, std = agent.get_mean_and_std(head)
+    torch.testing.assert_close(std, expected["scale"])
+    monkeypatch.setattr(torch, "randn_like", lambda mean: inputs["noise"])
+    log_prob, entropy = agent.get_log_prob_and_entropy(mean, std, inputs["x"])
+    torch.testing.assert_close(log_prob, expected["logprob"])
+    torch.testing.assert_close(entropy, expected["entropy"])
+    torch.testing.assert_close(agent.bound(inputs["x"]), expected["env_action"])
+
+
+@pytest.mark.parametrize("far", [20.0, -20.0])
+def test_tanh_policy_far_out(far):
+    """Where 1 - tanh(x)^2 is 0 in float32, its logarithm is -2 |x| + log 4, and gradients are finite."""
+    x = torch.tensor([far], requires_grad=True)
+    slope = script.log_tanh_slope(x)
+    torch.testing.assert_close(slope.item(), -2 * abs(far) + math.log(4))
+    slope.backward()
+    torch.testing.assert_close(x.grad.item(), -2.0 * np.sign(far))
+
+
+@pytest.mark.parametrize("system, settings", [("rsl_rl", {"clip_vloss": True, "vf_coef": 2.0, "clip_coef": 0.2})])
+def test_total_loss(system, settings):
+    inputs, expected = golden("total_loss_by_system")
+    agent = make_agent(obs_size=1, action_size=1, ent_coef=inputs["ent_coef"], norm_adv="rollout", **settings).double()
+    agent.actor = torch.nn.Identity()
+    agent.get_value = lambda obs: inputs["new_values"].unsqueeze(0)
+    agent.std.data.copy_(inputs["log_std"].exp())
+    columns = {"obs": inputs["mean"], "actions": inputs["action"], "log_probs": inputs["old_logprob"]}
+    columns |= {"critic_obs": inputs["mean"], "values": inputs["old_values"], "returns": inputs["returns"]}
+    columns |= {"means": inputs["old_mean"], "stds": inputs["old_log_std"].exp().expand_as(inputs["old_mean"])}
+    columns |= {"advantages": script.normalize_advantages(inputs["advantages"])}
+    loss, _ = script.ppo_loss(agent, agent.args, {name: x.unsqueeze(0) for name, x in columns.items()})
+    torch.testing.assert_close(loss.item(), expected[system])
+
+
+def train_on_record(monkeypatch, args, oracle):
+    """The script's train on what the other system saw, from its weights, with its noise and permutations."""
+
+    def layers(state):
+        return {name.removeprefix("mlp."): x for name, x in tensors(state).items() if "distribution" not in name}
+
+    class Loaded(script.Agent):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            weights = oracle["weights"]
+            self.actor.load_state_dict(layers(weights["actor"]))
+            self.critic.load_state_dict(layers(weights["critic"]))
+            if "distribution.std_param" in weights["actor"]:
+                self.std.data.copy_(torch.tensor(weights["actor"]["distribution.std_param"]))
+
+    monkeypatch.setattr(script, "Agent", Loaded)
+    monkeypatch.setattr(script, "make_envs", lambda *_: torch_envs.Replay(oracle["record"]))
+    monkeypatch.setattr(torch, "randn_like", torch_envs.wave)
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
+    agent, run_dir = script.train(args)
+    for network, name in ((agent.actor, "actor"), (agent.critic, "critic")):
+        after, before = (layers(oracle[when][name]) for when in ("after", "weights"))
+        for layer, x in network.state_dict().items():
+            assert (after[layer] - before[layer]).abs().max() > 1e-3
+            torch.testing.assert_close(x, after[layer], atol=2e-6, rtol=2e-5)
+    return agent, scalars(run_dir)
+
+
+def test_update_of_rsl_rl(tmp_path, monkeypatch):
+    """Six steps of its own PPO: time-outs, advantages, clipped value loss, KL and learning rate, gradient clipping."""
+    oracle = ORACLE["rsl_rl"]
+    settings = {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 3, "gamma": 0.97}
+    settings |= {"gae_lambda": 0.9, "max_grad_norm": 0.5, "learning_rate": 5e-3, "hidden_layers": 2, "norm_obs": False}
+    args = make_args(tmp_path, total_timesteps=24, timeouts="current-value", **settings)
+    agent, logged = train_on_record(monkeypatch, args, oracle)
+    std = torch.tensor(oracle["after"]["actor"]["distribution.std_param"])
+    torch.testing.assert_close(agent.std.data, std, atol=2e-6, rtol=2e-5)
+    assert logged["charts/learning_rate"][0][1] == pytest.approx(oracle["learning_rate"], rel=1e-5)
+    assert logged["losses/policy_loss"][0][1] == pytest.approx(oracle["losses"]["surrogate"], abs=1e-6)
+    assert logged["losses/value_loss"][0][1] == pytest.approx(oracle["losses"]["value"] / 2, rel=1e-5)
+    assert logged["losses/entropy"][0][1] == pytest.approx(oracle["losses"]["entropy"], rel=1e-6)
+
+
+def test_update_of_brax(tmp_path, monkeypatch):
+    """Six steps of the notebook's agent: masked time-outs, targets from the current critic, tanh policy, its losses."""
+    oracle, losses, original = ORACLE["brax"], [], script.ppo_loss
+
+    def spy(*arguments):
+        loss, metrics = original(*arguments)
+        losses.append(loss.item())
+        return loss, metrics
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    settings = {"num_envs": 4, "num_steps": 6, "unroll_length": 3, "num_minibatches": 2, "update_epochs": 3}
+    args = make_args(
+        tmp_path, "google", total_timesteps=24, **settings, learning_rate=5e-3, hidden_size=16, norm_obs=False
+    )
+    train_on_record(monkeypatch, args, oracle)
+    np.testing.assert_allclose(losses, oracle["losses"], atol=1e-6, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- semantics
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_first_ratio_is_one(tmp_path, update):
+    _, run_dir = script.train(make_args(tmp_path, update, update_epochs=1, num_minibatches=1))
+    logged = scalars(run_dir)
+    for name in ("losses/clipfrac", "losses/approx_kl", "losses/kl"):
+        assert len(logged[name]) == 5 and max(abs(value) for _, value in logged[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
+def test_compiled_is_eager(tmp_path, update):
+    """Weights, statistics and logs after 40 steps."""
+    runs = [script.train(make_args(tmp_path, update, compile=compile)) for compile in (False, True)]
+    (eager, eager_log), (compiled, compiled_log) = ((agent.state_dict(), scalars(path)) for agent, path in runs)
+    for name, x in eager.items():
+        torch.testing.assert_close(compiled[name], x, atol=1e-4, rtol=1e-3, msg=name)
+    for name, values in eager_log.items():
+        if name != "charts/SPS":
+            np.testing.assert_allclose(compiled_log[name], values, atol=1e-4, rtol=1e-3, err_msg=name)
+
+
+class Settled(torch_envs.Drift):
+    """Rewards of 1, gamma of 0.9: every state, but those that ended an episode for good, is worth 10."""
+
+    def __init__(self, num_envs, device, seed):
+        super().__init__(num_envs, device, seed, privileged=False)
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = super().step(actions)
+        return obs, torch.ones_like(rewards) + 9.0 * terminations, terminations, truncations, infos
+
+
+def settled(num_envs, device, seed):
+    return Settled(num_envs, device, seed)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("timeouts", ["exact", "current-value", "masked"])
+@pytest.mark.parametrize("advantages", ["gae", "brax"])
+def test_advantages_are_zero_for_a_true_critic(tmp_path, monkeypatch, timeouts, advantages, recompute):
+    """Whatever ends an episode, and wherever an unroll is cut."""
+    if recompute and timeouts == "exact":
+        pytest.skip("refused")
+    monkeypatch.setattr(script.Agent, "get_value", lambda self, obs: 0.0 * self.critic(obs).squeeze(-1) + 10.0)
+    original, seen = script.estimate_targets, []
+
+    def spy(*arguments, **named):
+        seen.append(original(*arguments, **named))
+        return seen[-1]
+
+    monkeypatch.setattr(script, "estimate_targets", spy)
+    settings = {"gamma": 0.9, "timeouts": timeouts, "advantages": advantages, "recompute_targets": recompute}
+    args = make_args(tmp_path, env_id="test_gpu_sim:settled", total_timesteps=16 * 60, num_steps=60, **settings)
+    args.unroll_length = 5 if recompute else None
+    script.train(args)
+    assert seen and max(advantage.abs().max() for advantage, _ in seen) < 2e-5
+
+
+def test_actor_does_not_see_what_is_privileged(tmp_path):
+    agent, run_dir = script.train(make_args(tmp_path))
+    privileged = (0.3 * torch.randn(5, 3)).requires_grad_()
+    obs, critic_obs = script.split_obs({"policy": torch.randn(5, 2), "critic": privileged})
+    mean, std = agent.get_mean_and_std(agent.normalize_obs(obs))
+    assert torch.autograd.grad((mean + std).sum(), privileged, allow_unused=True) == (None,)
+    (slope,) = torch.autograd.grad(agent.get_value(agent.normalize_critic_obs(critic_obs)).sum(), privileged)
+    assert (slope[:, 2] != 0).all()  # the wind
+
+    action = agent.predict(obs)
+    path = script.export_actor(run_dir)
+    code = "import sys, json, torch; actor = torch.export.load(sys.argv[1]).module()\n"
+    code += "print(actor(torch.tensor(json.loads(sys.argv[2]))).tolist())"
+    alone = subprocess.run([sys.executable, "-c", code, path, str(obs.tolist())], capture_output=True, text=True)
+    torch.testing.assert_close(torch.tensor(json.loads(alone.stdout)), action, atol=1e-6, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_learns(tmp_path, update):
+    """Random actions get about -10; standing still in the middle 50."""
+    settings = {"num_envs": 128, "num_steps": 20, "learning_rate": 2e-3, "update_epochs": 4, "desired_kl": None}
+    settings |= {"hidden_size": 32, "total_timesteps": 128 * 20 * 40, "ent_coef": 0.0}
+    agent, _ = script.train(make_args(tmp_path, update, **settings))
+    returns = script.evaluate(agent, torch_envs.drift(64, torch.device("cpu"), 7), seed=7)
+    assert returns.mean() > 42
+
+
+def test_episodes(tmp_path):
+    """Every finished episode once, with its raw return and length, whatever --reward-scale."""
+    seen = []
+
+    class Spy(torch_envs.Drift):
+        def reset(self, seed=None):
+            self.returns = torch.zeros(self.num_envs)
+            return super().reset(seed)
+
+        def step(self, actions):
+            obs, rewards, terminations, truncations, infos = super().step(actions)
+            self.returns += rewards
+            for n in (terminations | truncations).nonzero().flatten().tolist():
+                seen.append(self.returns[n].item())
+                self.returns[n] = 0.0
+            return obs, rewards, terminations, truncations, infos
+
+    torch_envs.spy = Spy
+    _, run_dir = script.train(make_args(tmp_path, env_id="torch_envs:spy", reward_scale=0.1, total_timesteps=4000))
+    header, *rows = (line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines())
+    assert header == ["global_step", "episodic_return", "episodic_length", "seconds"]
+    assert [float(row[1]) for row in rows] == pytest.approx(seen, rel=1e-4, abs=1e-4)
+    assert max(int(row[2]) for row in rows) <= 50 and [int(row[0]) for row in rows] == sorted(
+        int(row[0]) for row in rows
+    )
+
+
+def test_statistics_move_between_iterations_only(tmp_path, monkeypatch):
+    """And have then seen every observation once, the first of each rollout included."""
+    original, raw, means = script.RunningMeanStd.update, [], []
+
+    def spy(self, x):
+        means.append(self.mean.clone())
+        raw.append(x.clone())
+        original(self, x)
+
+    monkeypatch.setattr(script.RunningMeanStd, "update", spy)
+    agent, _ = script.train(make_args(tmp_path, env_id="torch_envs:plain_drift"))
+    assert len(raw) == 5 and all(len(x) == 160 for x in raw)
+    torch.testing.assert_close(agent.obs_rms.mean, torch.cat(raw).double().mean(0), atol=1e-5, rtol=1e-5)
+
+
+def test_resume_is_exact(tmp_path, monkeypatch):
+    """Two iterations and two more are four, to the last bit, on an environment that goes on where it was."""
+    kept = {}
+
+    class Lasting(torch_envs.Drift):
+        def reset(self, seed=None):
+            if "state" not in kept:
+                super().reset(1)
+            else:
+                vars(self).update(kept["state"])
+            kept["state"] = vars(self)
+            return self.observe(), {}
+
+        def step(self, actions):
+            if not actions.any():  # only to look at the infos
+                return self.observe(), None, None, None, {"final_obs": None}
+            return super().step(actions)
+
+    torch_envs.lasting = Lasting
+    settings = {"env_id": "torch_envs:lasting", "total_timesteps": 640, "checkpoint_interval": 2, "seed": 3}
+    whole, _ = script.train(make_args(tmp_path, **settings))
+    kept.clear()
+    stop, original = [], script.save_checkpoint
+
+    def stop_then(*arguments):
+        original(*arguments)
+        stop.append(2)
+
+    monkeypatch.setattr(script, "save_checkpoint", stop_then)
+    with pytest.raises(SystemExit):
+        script.train(make_args(tmp_path / "b", **settings), stop)
+    (run_dir,) = (tmp_path / "b" / "runs").iterdir()
+    resumed, _ = script.train(make_args(tmp_path / "b", **settings, resume=str(run_dir)))
+    for name, x in whole.state_dict().items():
+        assert torch.equal(x, resumed.state_dict()[name]), name
+
+
+def test_evaluations_during_training(tmp_path):
+    """Ten and the one before, and training goes on as without them."""
+    plain, _ = script.train(make_args(tmp_path, total_timesteps=3200))
+    settings = {"total_timesteps": 3200, "num_evaluations": 10, "eval_episodes": 8, "eval_deterministic": False}
+    agent, run_dir = script.train(make_args(tmp_path, **settings))
+    rows = (run_dir / "evaluations.csv").read_text().splitlines()
+    assert rows[0] == "global_step,mean_return,std_return,seconds"
+    assert [int(row.split(",")[0]) for row in rows[1:]] == [320 * i for i in range(11)]
+    assert torch.equal(agent.actor[0].weight, plain.actor[0].weight)
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    """The forms that sweeps send; an evaluation says the same twice."""
+    flags = ["--runs-dir", tmp_path, "--num-steps=10", "--num-envs=8", "--num_minibatches=2", "--total_timesteps=1e2"]
+    train = run("--update=google", "--env-id", "torch_envs:drift", "--compile=False", "--norm_obs=True", *flags)
+    assert train.returncode == 0, train.stderr
+    (run_dir,) = tmp_path.iterdir()
+    args = json.loads((run_dir / "args.json").read_text())
+    assert args["gamma"] == 0.97 and args["num_steps"] == 10
+    monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--eval-episodes=8"])
+    script.main()
+    script.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second and first.startswith("8 episodes: mean ")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--env-id", "brax/nothing"], "nothing" if HAS_BRAX else "variants/requirements.txt"),
+        (["--env-id", "nothing:make"], "MODULE:FUNCTION"),
+        (["--env-id", "torch_envs:nothing"], "nothing"),
+        (["--env-id", "CartPole-v1"], "Discrete actions"),
+        (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
+        (["--unroll-length", "7"], "--unroll-length 7 must divide --num-steps 10"),
+        (["--recompute-targets"], "--unroll-length"),
+        (["--num-minibatches", "7"], "must divide the 160 steps"),
+        (["--update", "google", "--timeouts", "exact"], "--timeouts exact"),
+        (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),
+        (["--env-id", "torch_envs:no_final_obs"], "--timeouts current-value"),
+        (["--init-std", "0"], "--init-std"),
+        (["--gamma", "1.5"], "between 0 and 1"),
+        (["--desired-kl=-1"], "must not be negative"),
+        (["--num-evaluations=-1"], "must not be negative"),
+        (["--resume", "nowhere"], "give a run folder"),
+        (["--export", "nowhere"], "give a run folder"),
+    ],
+)
+def test_wrong_input(tmp_path, capsys, monkeypatch, flags, words):
+    """One line, and no run folder."""
+    torch_envs.no_final_obs = lambda *_: torch_envs.Drift(*_, final_obs=False)
+    torch_envs.unbounded = lambda *_: torch_envs.Replay({"obs": [[[0.0]]], "critic_obs": [[[0.0]]]})
+    defaults = ["--env-id", "torch_envs:drift", "--num-envs", "16", "--num-steps", "10", "--runs-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", *defaults, "--no-compile", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("ppo_gpu_sim.py: error: ") and words in lines[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["rewards", "obs"])
+def test_nan(tmp_path, capsys, what):
+    """It ends in one line, and never gets into statistics or weights."""
+
+    class Broken(torch_envs.Drift):
+        count = 0
+
+        def step(self, actions):
+            obs, rewards, *others = super().step(actions)
+            self.count += 1
+            if self.count == 25:
+                (rewards if what == "rewards" else obs["policy"])[3] = math.nan
+            return obs, rewards, *others
+
+    torch_envs.broken = Broken
+    with pytest.raises(SystemExit) as stopped:
+        script.train(make_args(tmp_path, env_id="torch_envs:broken", checkpoint_interval=1))
+    assert stopped.value.code == 1 and "NaN" in capsys.readouterr().err
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    checkpoint = script.load_checkpoint(run_dir)
+    assert checkpoint["iteration"] == 2
+    assert all(torch.isfinite(x).all() for x in checkpoint["agent"].state_dict().values())
+
+
+# ---------------------------------------------------------------------------------------------------- environments
+
+
+def test_gymnasium(tmp_path):
+    """A vector of gymnasium environments, its final observations where they belong."""
+    envs = script.GymEnvs("InvertedPendulum-v4", 3, torch.device("cpu"))
+    obs, _ = envs.reset(seed=1)
+    for _ in range(200):
+        obs, _, terminations, _, infos = envs.step(torch.ones(3, 1))
+        if terminations.any():
+            break
+    n = terminations.nonzero()[0]
+    assert infos["final_obs"][n, 1].abs() > 0.2 > 0.05 > obs[n, 1].abs()  # fallen; upright again
+    script.train(make_args(tmp_path, env_id="InvertedPendulum-v4"))
+
+
+def test_brax(tmp_path, monkeypatch):
+    """Shapes, ends, observations before and after the restart; then it is learned from."""
+    pytest.importorskip("brax", reason="Brax is not installed: environments of Brax are not tested")
+    args = make_args(tmp_path, "google", env_id="brax/inverted_pendulum", num_envs=64, episode_length=30)
+    envs = script.make_envs(args, 64, torch.device("cpu"))
+    first, _ = envs.reset(seed=1)
+    first = first.clone()
+    ended = {"terminations": 0, "truncations": 0}
+    for _ in range(60):
+        actions = torch.full((64, 1), -1.0)
+        actions[:32] = 0.02 * torch.randn(32, 1)
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        ends = terminations | truncations
+        assert rewards.shape == (64,) and terminations.dtype == truncations.dtype == torch.bool
+        assert not (terminations & truncations).any()
+        torch.testing.assert_close(obs[ends], first[ends])
+        torch.testing.assert_close(infos["final_obs"][~ends], obs[~ends])
+        assert (infos["final_obs"][terminations, 1].abs() > 0.2).all()
+        ended["terminations"] += terminations.sum().item()
+        ended["truncations"] += truncations.sum().item()
+    assert min(ended.values()) > 10
+    monkeypatch.setattr(script, "make_envs", lambda *_: envs)  # JAX has compiled it
+    settings = {"num_envs": 64, "num_steps": 20, "learning_rate": 1e-3, "total_timesteps": 64 * 20 * 30}
+    agent, _ = script.train(make_args(tmp_path, "google", env_id="brax/inverted_pendulum", **settings, hidden_size=32))
+    assert script.evaluate(agent, envs, seed=3).mean() > 25
