@@ -149,6 +149,7 @@ def parse_args(argv=None, default=None):
 
 
 def get_device(args):
+    """The device of --device; torchrun's ranks take theirs by number."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
 
 
@@ -270,8 +271,9 @@ def make_models(args, device):
         name, reward_name = args.model or Path(run_dir, "supervised"), args.reward_model or Path(run_dir, "reward")
         reference, tokenizer, _ = load_model(AutoModelForCausalLM, name)
         reward_model, reward_tokenizer, missing = load_model(AutoModelForSequenceClassification, reward_name)
-        if reward_tokenizer.get_vocab() != tokenizer.get_vocab():
-            fail(f"--reward-model {reward_name} has another tokenizer than --model {name}: they must be the same")
+        sizes = reference.config.vocab_size, reward_model.config.vocab_size
+        if reward_tokenizer.get_vocab() != tokenizer.get_vocab() or sizes[0] > sizes[1]:
+            fail(f"--reward-model {reward_name} has another vocabulary than --model {name}: both need one tokenizer")
         if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1 or "score.weight" in missing:
             fail(f"--reward-model {reward_name} has no trained layer `score` with one output")
         if tokenizer.eos_token_id is None:
@@ -314,11 +316,13 @@ def load_prompts(args, tokenizer, *models):
 
 def draw_prompts(prompts, start, count, seed):
     """Prompts start to start + count of an endless row of passes over all of them, each in an order of its own."""
-    numbers = range(start, start + count)
-    orders = {
-        p: np.random.default_rng([seed, p]).permutation(len(prompts)) for p in {n // len(prompts) for n in numbers}
-    }
-    return [prompts[orders[n // len(prompts)][n % len(prompts)]] for n in numbers]
+    drawn = []
+    for number in range(start, start + count):
+        which_pass, place = divmod(number, len(prompts))
+        if place == 0 or not drawn:
+            order = np.random.default_rng([seed, which_pass]).permutation(len(prompts))
+        drawn.append(prompts[order[place]])
+    return drawn
 
 
 def pad_left(rows, pad_token_id):
@@ -362,12 +366,11 @@ def gather_log_probs(logits, labels):
 
 
 def get_log_probs(model, sequences, attention_mask, mask, temperature):
-    """Log-probability of every token of the answers, and entropy of the distribution it is from, (B, R) both."""
-    logits = model(**model_inputs(sequences, attention_mask)).logits
+    """Log-probability of every token of the answers (B, R), and the logits that it is from (B, R, V)."""
     R = mask.shape[1]
-    logits = logits[:, -R - 1 : -1].float() / temperature  # what stands at L - R - 1 speaks of the token at L - R
-    entropy = torch.distributions.Categorical(logits=logits.detach(), validate_args=False).entropy()
-    return gather_log_probs(logits, sequences[:, -R:]), entropy
+    logits = model(**model_inputs(sequences, attention_mask)).logits
+    logits = logits[:, -R - 1 : -1].float() / temperature  # the ones at a token are about the next
+    return gather_log_probs(logits, sequences[:, -R:]), logits
 
 
 def get_values(critic, sequences, attention_mask, mask):
@@ -409,7 +412,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     """Advantages and returns of the tokens of answers, 0 behind them; all (B, R). An answer is an episode that its last
-    token ends, at the limit too: what it would have said beyond --response-length is nobody's business."""
+    token terminates, EOS or not: the score is for what was said within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
     next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
     terminations = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
@@ -529,7 +532,8 @@ def write_metrics(run_dir, metrics_file, writer, row, samples, flush):
         table.writerow([f"{value:.9g}" for value in row.values()])
         metrics_file.flush()
         for name, value in row.items():
-            writer.add_scalar(name if "/" in name else f"charts/{name}", value, row["global_step"])
+            if "/" in name:
+                writer.add_scalar(name, value, row["global_step"])
         if samples:
             writer.add_text("samples", "\n\n".join(samples), row["global_step"])
         if flush:
@@ -635,7 +639,8 @@ def train(args, stop_signals=()):
             talk_to_ranks(dist.broadcast, tensor, 0)
 
     actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
-    if on_cuda and args.gradient_checkpointing:
+    checkpointing = on_cuda and args.gradient_checkpointing
+    if checkpointing:
         actor.gradient_checkpointing_enable()
         critic.gradient_checkpointing_enable()
     base_rates = [args.actor_learning_rate, args.critic_learning_rate]
@@ -692,28 +697,25 @@ def train(args, stop_signals=()):
             optimizer.param_groups[0]["lr"] = rate * (remaining if args.anneal_lr else 1.0)
 
         # -------------------------------------------------------------------------------------------- rollout
-        times = [time.time()]
+        started = time.time()
         first = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of one process
         iteration_prompts = draw_prompts(prompts, first, B, args.seed)
         actor.eval()
         with autocast:
             sequences, attention_mask, mask = generate(actor, tokenizer, iteration_prompts)  # (B, L), (B, L), (B, R)
-        num_actions = mask.sum().item()
-        times.append(time.time())
+        num_generated, generated = mask.sum().item(), time.time()
         # As many rows at once as in the update, and all by the models' forward pass: what `generate` computes with its
         # cache may differ in the last digits, and in bfloat16 in the first ones.
         parts = []
         with torch.no_grad(), autocast:
             for answers in zip(*(x.split(M) for x in (sequences, attention_mask, mask))):
-                log_probs, entropy = get_log_probs(actor, *answers, args.temperature)
-                ref_log_probs, _ = get_log_probs(reference, *answers, args.temperature)
-                values, scores = get_values(critic, *answers), get_scores(reward_model, *answers)
-                parts.append((log_probs, ref_log_probs, values, scores))
+                log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
+                parts.append(
+                    (log_probs, ref_log_probs, get_values(critic, *answers), get_scores(reward_model, *answers))
+                )
         log_probs, ref_log_probs, values, scores = (torch.cat(x) for x in zip(*parts))  # scores (B,), others (B, R)
         if not scores.isfinite().all():
-            fail(
-                f"--reward-model gave NaN or infinity in iteration {iteration}; the last checkpoint, if any, is kept", 1
-            )
+            fail(f"iteration {iteration}: --reward-model gave NaN or infinity; the last checkpoint, if any, is kept", 1)
 
         # -------------------------------------------------------------------------------------------- advantages
         kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # its mean over answers of the actor is the KL
@@ -721,9 +723,8 @@ def train(args, stop_signals=()):
         advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)
 
         # -------------------------------------------------------------------------------------------- update
-        times.append(time.time())
-        actor.train(), critic.train()  # gradient checkpointing asks for it; there is no dropout
-        all_metrics = []
+        rolled_out, all_metrics = time.time(), []
+        actor.train(checkpointing), critic.train(checkpointing)  # it asks for that mode; no dropout in either
         for _ in range(args.ppo_epochs):
             # Shuffle the batch, then cut it into minibatches (mb_, M rows).
             permutation = torch.randperm(B).to(device)
@@ -733,8 +734,10 @@ def train(args, stop_signals=()):
                 # Only actions count, in losses as in metrics, each as much as any other.
                 mb_log_probs, mb_values, mb_advantages, mb_returns = (x[mb_mask] for x in old)  # (actions,)
                 with autocast:
-                    new_log_probs, entropy = (x[mb_mask] for x in get_log_probs(actor, *mb_answers, args.temperature))
-                log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch: the actor is still the same
+                    new_log_probs, logits = get_log_probs(actor, *mb_answers, args.temperature)
+                log_ratio = (
+                    new_log_probs[mb_mask] - mb_log_probs
+                )  # 0 in the first minibatch: the actor is still the same
                 policy_loss = clipped_policy_loss(log_ratio, mb_advantages, args.clip_coef)
                 apply_gradient(policy_loss, actor, actor_optimizer, args.max_grad_norm)
                 with autocast:
@@ -742,52 +745,48 @@ def train(args, stop_signals=()):
                 value_loss = clipped_value_loss(new_values, mb_values, mb_returns, args.vf_clip_coef)
                 apply_gradient(value_loss, critic, critic_optimizer, args.max_grad_norm)
                 with torch.no_grad():
+                    entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()  # (M, R)
                     metrics = {
                         "policy_loss": policy_loss,
                         "value_loss": value_loss,
                         "values": new_values.mean(),
-                        "entropy": entropy.mean(),
+                        "entropy": entropy[mb_mask].mean(),
                         "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, to the actor that answered
                         "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
                     }
-                all_metrics.append(torch.stack(list(metrics.values())).detach())
+                all_metrics.append({name: metric.detach() for name, metric in metrics.items()})
 
         # -------------------------------------------------------------------------------------------- log
-        losses = torch.stack(all_metrics).mean(0)
-        ended = (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(-1).float().mean()
-        variance = explained_variance(values[mask], returns[mask])
-        charts = torch.stack([scores.mean(), kl.sum(-1).mean(), mask.sum(-1).float().mean(), ended, variance])
-        average_over_ranks(losses, charts)
-        reward, mean_kl, response_length, ended, variance = charts.tolist()
-        times.append(time.time())
-        num_trained = attention_mask.sum().item() * args.ppo_epochs
+        losses = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
+        scalars = {
+            "charts/reward": scores.mean(),
+            "charts/kl": kl.sum(-1).mean(),
+            "charts/response_length": mask.sum(-1).float().mean(),
+            "charts/ended": (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(-1).float().mean(),
+            **losses,
+            "losses/explained_variance": explained_variance(values[mask], returns[mask]),
+        }
+        average_over_ranks(*scalars.values())
+        scalars = {name: value.item() for name, value in scalars.items()}
+        num_trained, updated = attention_mask.sum().item() * args.ppo_epochs, time.time()
+        scalars["charts/kl_coef"] = kl_coef
+        if args.kl_target is not None:
+            kl_coef = adapt_kl_coef(kl_coef, scalars["charts/kl"], args.kl_target, args.kl_horizon, args.batch_size)
         # Asked once: a signal that comes later than this waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-        gathered = gather_from_ranks((list(stop_signals), rng_state, num_actions, num_trained))
-        stopped_by = [number for numbers, *_ in gathered for number in numbers]
-        used_kl_coef = kl_coef
-        if args.kl_target is not None:
-            kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, args.kl_horizon, args.batch_size)
+        speeds = num_generated / (generated - started), num_trained / (updated - rolled_out)
+        gathered = gather_from_ranks((list(stop_signals), rng_state, speeds))
+        stopped_by = [number for numbers, _, _ in gathered for number in numbers]
         if rank > 0:  # the first one writes for all
             if stopped_by:
                 break
             continue
-        row = {
-            "iteration": iteration,
-            "global_step": iteration * args.batch_size,
-            "seconds": seconds_before + time.time() - start_time,
-            "charts/reward": reward,
-            "charts/kl": mean_kl,
-            "charts/response_length": response_length,
-            "charts/ended": ended,
-            "charts/kl_coef": used_kl_coef,
-            "charts/actor_learning_rate": actor_optimizer.param_groups[0]["lr"],
-            "charts/generated_tokens_per_second": sum(x[2] for x in gathered) / (times[1] - times[0]),
-            "charts/trained_tokens_per_second": sum(x[3] for x in gathered) / (times[3] - times[2]),
-            **{f"losses/{name}": loss for name, loss in zip(metrics, losses.tolist())},
-            "losses/explained_variance": variance,
-        }
-        if not all(math.isfinite(row[f"losses/{name}"]) for name in metrics):
+        row = {"iteration": iteration, "global_step": iteration * args.batch_size}
+        row |= {"seconds": seconds_before + time.time() - start_time} | scalars
+        row["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
+        row["charts/generated_tokens_per_second"] = sum(generating for _, _, (generating, _) in gathered)
+        row["charts/trained_tokens_per_second"] = sum(training for _, _, (_, training) in gathered)
+        if not all(math.isfinite(scalars[name]) for name in losses):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         texts = decode(tokenizer, iteration_prompts, sequences, mask)
         if args.model is None:
@@ -798,7 +797,7 @@ def train(args, stop_signals=()):
         write_metrics(run_dir, metrics_file, writer, row, samples, flush=saving)
         if args.track:
             wandb.log(row, step=row["global_step"])
-        summary = f"reward {reward:.3f}   KL {mean_kl:.2f}   length {response_length:.1f}"
+        summary = "   ".join(f"{name} {row['charts/' + name]:.3f}" for name in ("reward", "kl", "response_length"))
         progress.set_postfix_str(summary, refresh=False)
         progress.update(args.batch_size)
         if showing:  # ten times, also where there is no terminal
@@ -817,7 +816,7 @@ def train(args, stop_signals=()):
                     "critic": critic.state_dict(),
                     "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                     "kl_coef": kl_coef,
-                    "rng_states": [rng_state for _, rng_state, *_ in gathered],
+                    "rng_states": [rng_state for _, rng_state, _ in gathered],
                     "iteration": iteration,
                     "seconds": row["seconds"],
                 },
@@ -855,11 +854,9 @@ def main():
         texts, scores, kls = evaluate(args.evaluate, args)
         for (prompt, answer), score in zip(texts[:8], scores):
             print(f"{score:6.2f}  {prompt} -> {answer}")
-        print(
-            f"reward {scores.mean():.3f}, standard deviation {scores.std():.3f}; KL to the reference {kls.mean():.2f}"
-        )
-        if args.prompts is None:
-            print(f"task score {np.mean([task_score(answer) for _, answer in texts]):.3f} of 1")
+        print(f"{len(texts)} answers: mean reward {scores.mean():.3f}, KL to the reference {kls.mean():.3f}")
+        if args.model is None:
+            print(f"mean task score {np.mean([task_score(answer) for _, answer in texts]):.3f}")
         return
     # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
     # for those that come with the first: a scheduler and a launcher may both send one.
