@@ -1,0 +1,135 @@
+"""Google's PPO update against NVIDIA's on Brax's ant: twenty seeds each, eleven evaluations, as in the comparison that
+found no difference between them, with the statistics that it did not give.
+
+    python benchmark/google_vs_nvidia.py                     # the original size, 30M steps a run: for a GPU
+    python benchmark/google_vs_nvidia.py --small             # 512,000 steps a run: an hour or two on a CPU core
+    python benchmark/google_vs_nvidia.py --small --report    # only the table and the picture, from results/
+
+Finished runs are skipped, so it can be stopped and started again. An evaluation is the mean return of the first episode
+of each evaluation environment, with sampled actions; the original divides all rewards of 1,000 steps by the number of
+episodes that ended in them. Its figures are in tests/golden.json, seed001_results."""
+
+import csv
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "variants"))
+
+import numpy as np
+import ppo_gpu_sim as ppo
+import report
+import tyro
+from report import RESULTS, ROOT, bootstrap_interval, write_rows
+from run import machine
+from scipy.stats import mannwhitneyu, ttest_ind
+
+report.PACKAGES = ("torch", "jax", "brax")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+FULL = {"eval_episodes": 2048}  # the rest are the defaults of --update
+SMALL = {"num_envs": 256, "num_steps": 20, "num_minibatches": 8, "total_timesteps": 512_000, "eval_episodes": 32}
+SMALL |= {"compile": False}  # it would not earn back the time that compiling takes
+FIELDS = ["update", "seed", "evaluation", "global_step", "mean_return", "size", "versions", "hardware"]
+
+
+@dataclasses.dataclass
+class Args:
+    small: bool = False  # the reduced size
+    seeds: int = 20  # runs of each update, seeds 1, 2, ...
+    updates: tuple[str, ...] = ("google", "nvidia")  # presets of ppo_gpu_sim.py, the names of its --update
+    runs_dir: str = "runs/google_vs_nvidia"  # where run folders are made
+    device: str = "auto"  # as in ppo_gpu_sim.py
+    report: bool = False  # train nothing
+
+
+def evaluations_of(run_dir):
+    with open(run_dir / "evaluations.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def train_all(args, settings):
+    """Train what is missing; a row for every evaluation of every finished run."""
+    envs, make_envs = {}, ppo.make_envs
+
+    def make_once(args, num_envs, device):  # JAX compiles the simulator once, not for every run
+        if num_envs not in envs:
+            envs[num_envs] = make_envs(args, num_envs, device)
+        return envs[num_envs]
+
+    ppo.make_envs, rows = make_once, []
+    for seed in range(1, args.seeds + 1):
+        for update in args.updates:
+            given = {"update": update, "exp_name": update, "seed": seed, "env_id": "brax/ant", "device": args.device}
+            given |= {"num_evaluations": 10, "eval_deterministic": False, "runs_dir": args.runs_dir}
+            folders = Path(args.runs_dir).glob(f"brax-ant__{update}__{seed}__*/evaluations.csv")
+            finished = [path.parent for path in folders if len(evaluations_of(path.parent)) == 11]
+            run_dir = finished[0] if finished else ppo.train(ppo.Args(**(ppo.UPDATES[update] | settings | given)))[1]
+            rows += [
+                {"update": update, "seed": seed, "evaluation": i} | row for i, row in enumerate(evaluations_of(run_dir))
+            ]
+    return rows
+
+
+def table(rows):
+    """Markdown: an evaluation a line, mean and 95% interval of each update, tests of their difference; the original."""
+    original = json.loads((ROOT / "tests" / "golden.json").read_text())["cases"]
+    original = next(case["inputs"] for case in original if case["id"] == "seed001_results")
+    lines = ["| evaluation | step | Google | NVIDIA | Welch p | Mann-Whitney p | original: Google | NVIDIA | Welch p |"]
+    lines += ["|" + "---|" * 9]
+    for i in range(11):
+        here = {update: scores_of(rows, update, i) for update in ("google", "nvidia")}
+        there = {update: np.array(original[update])[:, i] for update in ("google", "nvidia")}
+        step = next(int(row["global_step"]) for row in rows if int(row["evaluation"]) == i)
+        cells = [str(i), f"{step:,}"]
+        for update in ("google", "nvidia"):
+            low, high = bootstrap_interval([here[update]], np.mean)
+            cells.append(f"{here[update].mean():,.0f} ({low:,.0f} to {high:,.0f})")
+        cells.append(f"{ttest_ind(*here.values(), equal_var=False).pvalue:.2g}")
+        cells.append(f"{mannwhitneyu(*here.values()).pvalue:.2g}")
+        cells += [f"{there[update].mean():,.0f} ± {there[update].std(ddof=1):,.0f}" for update in there]
+        cells.append(f"{ttest_ind(*there.values(), equal_var=False).pvalue:.2g}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def scores_of(rows, update, evaluation):
+    found = [row for row in rows if row["update"] == update and int(row["evaluation"]) == evaluation]
+    return np.array([float(row["mean_return"]) for row in found])
+
+
+def draw(rows, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for update in dict.fromkeys(row["update"] for row in rows):
+        scores = [scores_of(rows, update, i) for i in range(11)]
+        steps = [next(int(row["global_step"]) for row in rows if int(row["evaluation"]) == i) for i in range(11)]
+        low, high = zip(*(bootstrap_interval([x], np.mean) for x in scores))
+        (line,) = axis.plot(steps, [x.mean() for x in scores], marker="o", label=f"{update}, {len(scores[0])} seeds")
+        axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
+    axis.set(xlabel="environment steps", ylabel="return of sampled actions, mean and 95% interval", title="brax/ant")
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    size = "small" if args.small else "full"
+    path = RESULTS / f"google_vs_nvidia_{size}.csv"
+    if not args.report:
+        about = {"size": size, "versions": report.installed_versions(), "hardware": machine()["hardware"]}
+        rows = [about | row for row in train_all(args, SMALL if args.small else FULL)]
+        write_rows(path, FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    print(table(rows))
+    draw(rows, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
