@@ -26,6 +26,13 @@ def test_script_header_agrees_with_requirements(script):
         assert re.fullmatch(r"[\w\[\]-]+>=[\d.]+,<[\d.]+", requirement), requirement
 
 
+@pytest.mark.parametrize("variant", ["ppo_gpu_sim", "ppo_rlhf"])
+def test_header_of_a_variant_agrees_with_requirements(variant):
+    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "variants" / f"{variant}.py").read_text(), re.M | re.S)[1]
+    header = set(re.findall(r'"(.+)",', block.split("dependencies")[1]))
+    assert header <= requirements(ROOT / "requirements.txt") | requirements(ROOT / "variants" / "requirements.txt")
+
+
 def test_metric_table_lists_what_is_logged(script, small_args):
     _, run_dir = script.train(small_args())
     table = README.split("## Metrics")[1].split("## ")[0]

@@ -10,9 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
+VARIANTS = "variants/ppo_gpu_sim", "variants/ppo_rlhf"  # siblings of ppo_continuous.py
 # What is about actions, observations or the command line of one script. All else that has one name has one text.
 OWN = {"Args", "Agent", "check_args", "evaluate", "load_checkpoint", "make_envs", "make_evaluation_env", "parse_args"}
 OWN |= {"load_agent", "ppo_loss", "train"}
+OWN_OF_VARIANTS = {"main", "mlp"}
 
 
 def definitions(path):
@@ -39,6 +41,15 @@ def test_shared_text(one, other):
     assert not different, f"{different} differ: python tests/test_parity.py copies them from {one}.py"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shared_text_of_variants(variant):
+    canonical, copy = definitions(ROOT / "ppo_continuous.py"), definitions(ROOT / f"{variant}.py")
+    shared = canonical.keys() & copy.keys() - OWN - OWN_OF_VARIANTS
+    assert {"fail", "average_over_ranks", "save_checkpoint"} <= shared
+    different = [name for name in shared if canonical[name] != copy[name]]
+    assert not different, f"{different} differ: python tests/test_parity.py copies them from ppo_continuous.py"
+
+
 @pytest.mark.parametrize("one, other", PAIRS)
 def test_same_order(one, other):
     """So that `diff` shows what differs, and nothing else."""
@@ -47,11 +58,12 @@ def test_same_order(one, other):
 
 
 if __name__ == "__main__":
-    for one, other in PAIRS:
+    for one, other in PAIRS + [("ppo_continuous", variant) for variant in VARIANTS]:
+        own = OWN | OWN_OF_VARIANTS if other in VARIANTS else OWN
         canonical, path = definitions(ROOT / f"{one}.py"), ROOT / f"{other}.py"
         text = path.read_text()
         for name, source in definitions(path).items():
-            if name in canonical and name not in OWN and source != canonical[name]:
+            if name in canonical and name not in own and source != canonical[name]:
                 text = text.replace(source, canonical[name])
                 print(f"{other}.py: {name}", file=sys.stderr)
         path.write_text(text)

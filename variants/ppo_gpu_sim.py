@@ -437,7 +437,7 @@ class Agent(nn.Module):
         """(..., D) -> mean, std (..., A) of the normal distribution, before tanh"""
         if self.args.policy == "normal":
             mean = self.actor(obs)
-            return mean, self.std.clamp(1e-6, 1e6).expand_as(mean)  # where it got below 0 it can come back
+            return mean, self.std.clamp(1e-6, 1e6).expand_as(mean)  # a step of Adam could take it below 0
         mean, scale = self.actor(obs).chunk(2, dim=-1)
         return mean, F.softplus(scale) + 1e-3
 
@@ -799,20 +799,11 @@ def train(args, stop_signals=()):
 
     envs = make_envs(args, N, device)
     eval_envs = make_envs(args, args.eval_episodes, device) if args.num_evaluations and rank == 0 else None
-    envs.reset(seed=args.seed)
-    # A resumed run cannot put its simulators back where they were: it starts new episodes, with another seed.
-    iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
-    checkpoint = load_checkpoint(args.resume) if args.resume else None
-    if args.resume:
-        iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
-        evaluations = checkpoint["evaluations"]
-    _, _, _, _, infos = envs.step(torch.zeros(N, *envs.single_action_space.shape, device=device))
+    action_space = envs.single_action_space
+    sizes = [x if x is None else x.shape[1] for x in split_obs(envs.reset(seed=args.seed)[0])]
+    *_, infos = envs.step(torch.zeros(N, *action_space.shape, device=device))  # a first step, to look at
     if args.timeouts == "exact" and "final_obs" not in infos:
         fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
-    env_seed = int(np.random.SeedSequence([args.seed, global_step, rank]).generate_state(1)[0])
-    next_obs, next_critic_obs = split_obs(envs.reset(seed=env_seed)[0])
-    action_space = envs.single_action_space
-    sizes = next_obs.shape[1], None if next_critic_obs is None else next_critic_obs.shape[1]
     agent = Agent(*sizes, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
     # The parameters of actor and critic become views of one vector each: one norm and one Adam step for all its layers.
     critic_parameters = list(agent.critic.parameters())
@@ -830,8 +821,19 @@ def train(args, stop_signals=()):
     if rank > 0:  # the networks are those of all ranks, noise and permutations their own
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
 
+    iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
     if args.resume:
-        for name in ("env_id", "num_envs", "num_steps", "norm_obs", "policy", "hidden_size", "hidden_layers"):
+        checkpoint = load_checkpoint(args.resume)
+        for name in (
+            "env_id",
+            "num_envs",
+            "num_steps",
+            "norm_obs",
+            "policy",
+            "hidden_size",
+            "hidden_layers",
+            "activation",
+        ):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
@@ -847,6 +849,8 @@ def train(args, stop_signals=()):
                 torch.cuda.set_rng_state(cuda_rng_state, device)
         elif rank == 0:
             print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+        iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
+        evaluations = checkpoint["evaluations"]
 
     if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
         for flat in flat_parameters:
@@ -909,6 +913,9 @@ def train(args, stop_signals=()):
     terminations, truncations = torch.zeros(2, T, N, dtype=torch.bool, device=device)
     episode_returns, episode_lengths = torch.zeros(2, N, device=device)
 
+    # A resumed run cannot put its simulators back where they were: it starts new episodes, with another seed.
+    env_seed = int(np.random.SeedSequence([args.seed, global_step, rank]).generate_state(1)[0])
+    next_obs, next_critic_obs = split_obs(envs.reset(seed=env_seed)[0])
     start_time, start_step = time.time(), global_step
     progress = {"total": num_iterations * T * args.num_envs, "initial": global_step, "unit": "step", "unit_scale": True}
     progress = tqdm(**progress, disable=None if rank == 0 else True)
@@ -917,12 +924,10 @@ def train(args, stop_signals=()):
     def log_evaluation():
         returns = evaluate(agent, eval_envs, args.seed, args.eval_deterministic)
         seconds = seconds_before + time.time() - start_time
-        evaluations.append([global_step, float(returns.mean()), float(returns.std()), seconds])
-        lines = [
-            "global_step,mean_return,std_return,seconds",
-            *(",".join(f"{x:.7g}" for x in row) for row in evaluations),
-        ]
-        (run_dir / "evaluations.tmp").write_text("\n".join(lines) + "\n")
+        evaluations.append([global_step, *(round(float(x), 2) for x in (returns.mean(), returns.std(), seconds))])
+        rows = [["global_step", "mean_return", "std_return", "seconds"], *evaluations]
+        with open(run_dir / "evaluations.tmp", "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
         os.replace(run_dir / "evaluations.tmp", run_dir / "evaluations.csv")
 
     if eval_envs and not evaluations:

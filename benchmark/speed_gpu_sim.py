@@ -1,0 +1,171 @@
+"""Steps per second of variants/ppo_gpu_sim.py beside others, on the GPU where there is one.
+
+    python benchmark/speed_gpu_sim.py learner    # beside rsl_rl (pip install rsl-rl-lib), with a simulator that is free
+    python benchmark/speed_gpu_sim.py brax       # beside Brax's own PPO in JAX, on brax/ant
+    python benchmark/speed_gpu_sim.py learner --num-envs 256 --iterations 5        # a small size, for a CPU
+
+Both sides have the same networks, batch, minibatches and epochs, take turns, and are timed without their first
+iterations, where things are compiled. Rows go to results/speed_gpu_sim.csv."""
+
+import csv
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "variants"))
+
+import gymnasium as gym
+import ppo_gpu_sim as ppo
+import report
+import torch
+import tyro
+from report import RESULTS, write_rows
+from run import machine
+
+report.PACKAGES = ("torch", "jax", "brax", "rsl-rl-lib")
+FIELDS = ["case", "num_envs", "num_steps", "ours", "theirs", "ratio", "repeats", "threads", "versions", "hardware"]
+
+
+@dataclasses.dataclass
+class Args:
+    case: tyro.conf.Positional[Literal["learner", "brax"]]
+    num_envs: int = 4096  # environments
+    iterations: int = 20  # that are timed, after three that are not
+    repeats: int = 3  # turns of each side; the median counts
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class FreeEnvs:
+    """What a robot's simulator returns, from a store of random numbers. Notes when each iteration begins."""
+
+    def __init__(self, num_envs, device, num_steps):
+        self.num_envs, self.num_steps, self.steps, self.times = num_envs, num_steps, 0, []
+        self.single_action_space = gym.spaces.Box(-float("inf"), float("inf"), (12,))
+        self.obs = torch.randn(8, num_envs, 48, device=device)
+        self.rewards = torch.randn(8, num_envs, device=device)
+        self.ends = torch.rand(8, num_envs, device=device) < 0.01
+
+    def reset(self, seed=None):
+        return self.obs[0], {}
+
+    def step(self, actions):
+        if self.steps % self.num_steps == 0:
+            if self.obs.is_cuda:
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+        self.steps += 1
+        i = self.steps % 8
+        return self.obs[i], self.rewards[i], self.ends[i], torch.zeros_like(self.ends[i]), {"final_obs": self.obs[i]}
+
+    def steps_per_second(self):
+        """Of the median iteration, without the first three and the one that is cut off at the end"""
+        return self.num_envs * self.num_steps / statistics.median(b - a for a, b in pairwise(self.times[3:]))
+
+
+def ours_without_simulator(args, runs_dir):
+    settings = {"num_envs": args.num_envs, "env_id": "free", "runs_dir": runs_dir, "device": args.device}
+    ppo_args = ppo.Args(
+        **settings, total_timesteps=args.num_envs * 24 * (args.iterations + 5), checkpoint_interval=10**6
+    )
+    envs = FreeEnvs(args.num_envs, torch.device(args.device), ppo_args.num_steps)
+    ppo.make_envs = lambda *_: envs
+    ppo.train(ppo_args)
+    envs.times.pop(0)  # of the step before the first iteration, from which on steps are one off
+    return envs.steps_per_second()
+
+
+def rsl_rl_without_simulator(args, _):
+    from rsl_rl.algorithms import PPO
+    from rsl_rl.models import MLPModel
+    from rsl_rl.storage import RolloutStorage
+    from tensordict import TensorDict
+
+    envs, N, T = FreeEnvs(args.num_envs, torch.device(args.device), 24), args.num_envs, 24
+
+    def group(obs):
+        return TensorDict({"policy": obs}, batch_size=[N], device=args.device)
+
+    obs, groups = group(envs.reset()[0]), {"actor": ["policy"], "critic": ["policy"]}
+    normal = {"class_name": "rsl_rl.modules.distribution:GaussianDistribution"}
+    networks = {"hidden_dims": [256, 256, 256], "activation": "elu", "obs_normalization": True}
+    actor = MLPModel(obs, groups, "actor", 12, **networks, distribution_cfg=normal).to(args.device)
+    critic = MLPModel(obs, groups, "critic", 1, **networks).to(args.device)
+    storage = RolloutStorage("rl", N, T, obs, [12], args.device)
+    learner = PPO(actor, critic, storage, device=args.device)
+    for _ in range(args.iterations + 5):
+        with torch.inference_mode():
+            for _ in range(T):
+                next_obs, rewards, terminations, truncations, _ = envs.step(learner.act(obs))
+                obs = group(next_obs)
+                ends = terminations | truncations
+                learner.process_env_step(obs, rewards, ends, {"time_outs": truncations.float()})
+            learner.compute_returns(obs)
+        learner.update()
+    return envs.steps_per_second()
+
+
+def ours_on_brax(args, runs_dir):
+    T, N = 80, args.num_envs
+    settings = ppo.GOOGLE | {"num_envs": N, "num_minibatches": 32, "update": "google", "env_id": "brax/ant"}
+    total = T * N * (args.iterations + 5)
+    original, times = ppo.BraxEnvs.step, []
+
+    def step(self, actions):
+        times.append(time.perf_counter())
+        return original(self, actions)
+
+    ppo.BraxEnvs.step = step
+    ppo.train(ppo.Args(**settings, total_timesteps=total, runs_dir=runs_dir, device=args.device))
+    ppo.BraxEnvs.step = original
+    starts = times[1::T]
+    return T * N / statistics.median(b - a for a, b in pairwise(starts[3:]))
+
+
+def brax_on_brax(args, _):
+    from brax import envs
+    from brax.training.agents.ppo import train
+
+    found = []
+    T, N = 80, args.num_envs
+    settings = {"unroll_length": 5, "num_minibatches": 32, "num_updates_per_batch": 4, "batch_size": N * T // 5 // 32}
+    settings |= {"discounting": 0.97, "learning_rate": 3e-4, "entropy_cost": 1e-2, "reward_scaling": 0.1}
+    train.train(
+        environment=envs.get_environment("ant", backend="spring"),
+        num_timesteps=T * N * (args.iterations + 1),
+        num_evals=3,
+        num_eval_envs=8,
+        episode_length=1000,
+        normalize_observations=True,
+        num_envs=N,
+        **settings,
+        progress_fn=lambda _, metrics: found.append(metrics.get("training/sps")),
+    )
+    return float(found[-1])  # of the second half: the first contains the compilation
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    sides = {"learner": (ours_without_simulator, rsl_rl_without_simulator), "brax": (ours_on_brax, brax_on_brax)}[
+        args.case
+    ]
+    with tempfile.TemporaryDirectory() as runs_dir:
+        turns = [[measure(args, runs_dir) for measure in sides] for _ in range(args.repeats)]
+    ours, theirs = (statistics.median(side) for side in zip(*turns))
+    ratio = statistics.median(a / b for a, b in turns)
+    print(f"{args.case}: {ours:,.0f} steps/s, theirs {theirs:,.0f}, ratio {ratio:.2f} (turns: {turns})")
+    row = {"case": args.case, "num_envs": args.num_envs, "num_steps": 24 if args.case == "learner" else 80}
+    row |= {"ours": round(ours), "theirs": round(theirs), "ratio": round(ratio, 2), "repeats": args.repeats}
+    row |= {"threads": torch.get_num_threads(), "versions": report.installed_versions()}
+    row |= {"hardware": machine()["hardware"]}
+    path = RESULTS / "speed_gpu_sim.csv"
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    write_rows(path, FIELDS, [*rows, row])
+
+
+if __name__ == "__main__":
+    main()
