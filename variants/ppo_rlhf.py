@@ -18,31 +18,35 @@
     python ppo_rlhf.py --evaluate runs/NAME              # answers of the trained actor, their scores and KL
     torchrun --nproc-per-node 4 ppo_rlhf.py              # train in four processes, which share the prompts
 
-Four models, as in DeepSpeed-Chat. Two start as the supervised model: the actor, which is trained, and the reference,
-which is not. Two start as the reward model: the critic, which is trained, and the reward model itself, which is not. An
-answer is an episode, a token an action; the end-of-sequence token (EOS) is one too where the actor has sampled it.
+Four models, as in DeepSpeed-Chat. Two begin as the supervised language model: the actor, which is trained, and the
+reference, which is not. Two begin as the reward model: the critic, which is trained, and the reward model itself, which
+is not. An answer is an episode, a token an action, the end-of-sequence token (EOS) too where the actor has sampled it.
+
+The built-in task makes both models first, in seconds. Then the reward goes from 0.5 to 0.99 of at most 1 within two
+minutes, with a KL to the reference below 2 nats per answer. With --kl-coef 0 the KL passes 50, the reward model is
+fooled into 1.1, and the answers are no sentences any more (task_score): what the penalty is for.
 
 Choices, where implementations differ:
- 1. The reward of every token is -kl_coef * (log_prob - reference_log_prob); the last one of the answer, the EOS or, at
-    the end of the budget, whatever stands there, also gets the clipped score. DeepSpeed-Chat puts the score one token
-    after the last one it trains if the answer is short, and on it if the answer is full.
- 2. What is an action follows from the first EOS, not from the padding token: the two may be the same (GPT-2).
+ 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob); the last one of the answer, which is the EOS,
+    or any other where the limit is reached, gets the clipped score on top. DeepSpeed-Chat puts the score there for full
+    answers, but behind the last token for short ones, where no loss sees it directly.
+ 2. What is an action follows from the first EOS, never from the padding token: both may be the same one (GPT-2).
  3. Advantages by GAE within the answer (gamma 1, lambda 0.95), whose end has the value 0. They are not normalised.
- 4. Losses are means over the tokens of a minibatch, policy and value both clipped: a long answer weighs more. Actor and
-    critic have an optimiser each: Adam with betas (0.9, 0.95), as there; the learning rate falls linearly, without
-    warm-up.
- 5. Dropout is 0 in all models, and old and new log-probabilities come from the same forward pass, never from
-    `generate`: the probability ratio is 1 in the first minibatch.
- 6. Log-probabilities, KL and entropy are those of the distribution at --temperature. --top-k and --top-p cut what is
-    sampled but not what is trained (the ratio would be 0 / 0): leave them off unless you want that.
- 7. No answer is thrown away: the shortest, an EOS at once, is an action with a score. (DeepSpeed-Chat drops answers
-    below 2 tokens, because it has no action to train there.)
- 8. --kl-target turns kl_coef into a controller (Ziegler et al. 2019); by default it is fixed.
- 9. Weights and optimisers are float32; on CUDA the forward passes run in bfloat16, with gradient checkpointing.
+ 4. Losses are means over the tokens of a minibatch, so that long answers weigh more; policy and value are clipped.
+    Actor and critic have an Adam each, with betas (0.9, 0.95); learning rates fall linearly, without a warm-up.
+ 5. There is no dropout, and old and new log-probabilities are both of the forward pass, never of `generate` with its
+    cache: the probability ratio is 1 in the first minibatch of an iteration.
+ 6. Log-probabilities, KL and entropy are those of the distribution at --temperature, from which tokens are sampled.
+    --top-k and --top-p restrict the sampling only: with them the ratio is not that of what was sampled from.
+ 7. No answer is dropped: the shortest one, an EOS at once, is an action with a score. DeepSpeed-Chat, which has no
+    action there, drops answers below two tokens.
+ 8. kl_coef is fixed; --kl-target makes it follow the KL (Ziegler et al. 2019).
+ 9. Weights and optimisers are float32, together 40 bytes for a parameter of all four models. On CUDA forward passes run
+    in bfloat16, with gradient checkpointing.
 
-Shapes: B = answers of this process in an iteration, P = longest prompt, R = longest answer, L = P + R, M = minibatch,
-V = vocabulary. Prompts are padded on the left, answers on the right.
-Sibling: ../ppo_continuous.py. The functions that both have are the same text.
+Shapes: B = answers of a process in an iteration, M = minibatch, P = longest prompt, R = longest answer, L = P + R,
+V = vocabulary. Prompts are padded on the left, answers on the right, so that all answers begin in column P.
+Sibling: ../ppo_continuous.py. What both have has the same text.
 """
 
 import contextlib
@@ -95,7 +99,7 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier with one output and the tokenizer of --model
-    prompts: str | None = None  # file with a prompt on every line, or .jsonl with {"prompt": "..."} on every line
+    prompts: str | None = None  # file with a prompt on every line, in .jsonl as {"prompt": "..."}; used as it is
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # forward passes in bfloat16 on CUDA
     gradient_checkpointing: bool = True  # on CUDA: activations are computed twice instead of stored
@@ -149,7 +153,7 @@ def parse_args(argv=None, default=None):
 
 
 def get_device(args):
-    """The device of --device; torchrun's ranks take theirs by number."""
+    """What --device asks for; auto: cuda where there is one."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
 
 
@@ -245,16 +249,21 @@ def make_builtin_models(args):
 
 
 def load_model(kind, name):
-    """A transformers model, float32 and without dropout, and what was missing in its files; kind is an Auto class."""
+    """A transformers model, float32 and without dropout, and its tokenizer; kind is one of the Auto classes."""
     try:
         config = AutoConfig.from_pretrained(name)
         for key, value in config.to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(config, key, 0.0)  # attention_dropout, resid_pdrop, ...: every architecture has its own names
         model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
-        return model, AutoTokenizer.from_pretrained(name, padding_side="left"), info["missing_keys"]
-    except Exception as error:  # not found, no network, not a model of this kind, damaged: each has its own
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # not found, no network, another kind of model, damaged: each has its own
         fail(f"cannot load {name} with transformers: {type(error).__name__}: {str(error).splitlines()[0]}")
+    if info["missing_keys"]:
+        fail(
+            f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: {min(info['missing_keys'])} is missing"
+        )
+    return model, tokenizer
 
 
 def make_models(args, device):
@@ -269,16 +278,16 @@ def make_models(args, device):
         tokenizer, reference, reward_model = make_builtin_models(args)
     else:
         name, reward_name = args.model or Path(run_dir, "supervised"), args.reward_model or Path(run_dir, "reward")
-        reference, tokenizer, _ = load_model(AutoModelForCausalLM, name)
-        reward_model, reward_tokenizer, missing = load_model(AutoModelForSequenceClassification, reward_name)
+        reference, tokenizer = load_model(AutoModelForCausalLM, name)
+        reward_model, reward_tokenizer = load_model(AutoModelForSequenceClassification, reward_name)
         sizes = reference.config.vocab_size, reward_model.config.vocab_size
         if reward_tokenizer.get_vocab() != tokenizer.get_vocab() or sizes[0] > sizes[1]:
             fail(f"--reward-model {reward_name} has another vocabulary than --model {name}: both need one tokenizer")
-        if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1 or "score.weight" in missing:
-            fail(f"--reward-model {reward_name} has no trained layer `score` with one output")
+        if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1:
+            fail(f"--reward-model {reward_name} has no layer `score` with one output")
         if tokenizer.eos_token_id is None:
             fail(f"the tokenizer of --model {name} has no EOS token: no answer could end")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
     reference.generation_config = transformers.GenerationConfig(  # whatever else the model's own asks for is dropped
         max_new_tokens=args.response_length,
         do_sample=True,
@@ -762,7 +771,7 @@ def train(args, stop_signals=()):
             "charts/reward": scores.mean(),
             "charts/kl": kl.sum(-1).mean(),
             "charts/response_length": mask.sum(-1).float().mean(),
-            "charts/ended": (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id).any(-1).float().mean(),
+            "charts/ended": (mask & (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id)).any(-1).float().mean(),
             **losses,
             "losses/explained_variance": explained_variance(values[mask], returns[mask]),
         }

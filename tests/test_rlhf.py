@@ -1,0 +1,688 @@
+"""variants/ppo_rlhf.py: the arithmetic of DeepSpeed-Chat, padding, the four models, runs, bad input."""
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TESTS, flags_of, golden, scalars
+
+transformers = pytest.importorskip(
+    "transformers", reason="variants/ppo_rlhf.py is not tested: pip install -r variants/requirements.txt"
+)
+sys.path.insert(0, str(ROOT / "variants"))
+import ppo_rlhf  # noqa: E402
+
+EOS = 0  # of the built-in tokenizer, which pads with it too
+SMALL = {"supervised_steps": 2, "total_episodes": 32, "batch_size": 8, "num_minibatches": 2, "response_length": 6}
+ORACLE = json.loads((TESTS / "rlhf_oracle.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of a tiny language model and a tiny reward model, with random weights and dropout, as users have them,
+    and a file with prompts of several lengths."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    tokenizer, *models = ppo_rlhf.make_builtin_models(ppo_rlhf.Args(supervised_steps=1))
+    for model, name in zip(models, ("model", "reward")):
+        for parameter in model.parameters():  # away from the small numbers that they start with
+            parameter.data.normal_(0, 0.2)
+        model.config.attn_pdrop = model.config.resid_pdrop = model.config.embd_pdrop = 0.1
+        ppo_rlhf.save_model(model, tokenizer, folder / name)
+    (folder / "prompts.txt").write_text("\n".join(ppo_rlhf.BUILTIN_PROMPTS[::3]) + "\n")
+    return folder
+
+
+@pytest.fixture
+def small_args(folders, tmp_path):
+    """A function that gives Args of a run that takes a second: small_args(gamma=0.9)."""
+
+    def make(**changes):
+        names = {"model": folders / "model", "reward_model": folders / "reward", "prompts": folders / "prompts.txt"}
+        names = {name: str(path) for name, path in names.items()} | {"runs_dir": str(tmp_path / "runs")}
+        return ppo_rlhf.Args(**(names | {"actor_learning_rate": 1e-3} | SMALL | changes))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The built-in task, for ten seconds: (actor, run folder)"""
+    settings = {"supervised_steps": 150, "total_episodes": 64 * 16, "batch_size": 64}
+    return ppo_rlhf.train(ppo_rlhf.Args(**settings, runs_dir=str(tmp_path_factory.mktemp("runs"))))
+
+
+@pytest.fixture
+def models(small_args):
+    """Tokenizer, language model and reward model of the folders."""
+    return ppo_rlhf.make_models(small_args(), torch.device("cpu"))
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """(model, loss, its gradients, their copies of the moment) of every step, from now on."""
+    original, steps = ppo_rlhf.apply_gradient, []
+
+    def spy(loss, model, *arguments):
+        original(loss, model, *arguments)
+        steps.append((model, loss.item(), [p.grad.clone() for p in model.parameters()]))
+
+    monkeypatch.setattr(ppo_rlhf, "apply_gradient", spy)
+    return steps
+
+
+def rows(run_dir):
+    with open(run_dir / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_learner(one, two):
+    for name in ("actor", "critic", "optimizers", "kl_coef", "rng_states", "iteration"):
+        torch.testing.assert_close(one[name], two[name], atol=0, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+def test_gather_log_probs():
+    inputs, expected = golden("gather_log_probs")
+    log_probs = ppo_rlhf.gather_log_probs(inputs["logits"], inputs["labels"].long())
+    torch.testing.assert_close(log_probs, expected["logprobs"], atol=1e-9, rtol=0)
+
+
+def advantages_of(kl, values, scores, mask, gamma=1.0, gae_lambda=0.95):
+    rewards = ppo_rlhf.compute_rewards(kl, scores, mask, kl_coef=0.1, clip_reward=5.0)
+    return rewards, *ppo_rlhf.answer_advantages(rewards, values, mask, gamma, gae_lambda)
+
+
+def test_rewards_and_advantages():
+    inputs, expected = golden("rlhf_masked_textbook")
+    mask = inputs["mask"].bool()
+    results = advantages_of(inputs["kl_logratio"], inputs["values"], inputs["score"], mask)
+    for result, name in zip(results, ("rewards", "advantages", "returns")):
+        torch.testing.assert_close(result, expected[name], atol=1e-9, rtol=0)
+    assert results[1][mask].mean().item() == pytest.approx(expected["masked_mean_adv"])
+
+
+def test_the_original_puts_the_score_behind_a_short_answer():
+    """DeepSpeed-Chat's numbers come out of these functions if a short answer is one token longer than what is trained,
+    and the score on that token. Its advantages differ from those of this script for the short answer only, as do those
+    of a version that does not zero what follows."""
+    inputs, expected = golden("rlhf_deepspeed")
+    start = inputs["prompt_len"] - 1
+    kl = (inputs["logprobs"] - inputs["ref_logprobs"])[:, start:]
+    values, mask = inputs["values"][:, start:], inputs["attention_mask"][:, start + 1 :].bool()
+    longer = torch.cat([mask[:, :1], mask[:, :-1]], 1)  # the full answer stays as it is
+    rewards, advantages, returns = advantages_of(kl, values, inputs["reward_score"], longer)
+    torch.testing.assert_close(rewards, expected["rewards"][:, start:], atol=1e-9, rtol=0)
+    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(returns, expected["returns"], atol=1e-9, rtol=0)
+
+    new_log_probs, new_values = (inputs[name].requires_grad_() for name in ("new_logprobs", "new_values"))
+    log_ratio = (new_log_probs - inputs["logprobs"])[:, start:]
+    actor_loss = ppo_rlhf.clipped_policy_loss(log_ratio[mask], advantages[mask], 0.2)
+    critic_loss = ppo_rlhf.clipped_value_loss(new_values[:, start:][mask], values[mask], returns[mask], 0.2)
+    (actor_loss + critic_loss).backward()
+    assert actor_loss.item() == pytest.approx(expected["actor_loss"], abs=1e-9)
+    assert critic_loss.item() == pytest.approx(expected["critic_loss"], abs=1e-9)
+    torch.testing.assert_close(new_log_probs.grad, expected["grad_actor_new_logprobs"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(new_values.grad, expected["grad_critic_new_values"], atol=1e-9, rtol=0)
+
+    _, ours, _ = advantages_of(kl, values, inputs["reward_score"], mask)
+    for others in (advantages, golden("rlhf_without_zeroing")[1]["advantages"]):
+        torch.testing.assert_close(ours[1], others[1], atol=1e-9, rtol=0)
+        assert ((ours[0] - others[0]).abs()[mask[0]] > 0.05).all()
+
+
+class Fixed:
+    """Stands for a model: whatever it is asked, it answers with these numbers. As an actor logits (B, L, V), as a
+    critic or a reward model one number for every token (B, L)."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __call__(self, **inputs):
+        return SimpleNamespace(logits=self.numbers)
+
+    def base_model(self, **inputs):
+        return SimpleNamespace(last_hidden_state=self.numbers.unsqueeze(-1))
+
+    def score(self, hidden):
+        return hidden
+
+
+def one_update(inputs, eos, more=0):
+    """What the script makes of an experience and an update of the oracle's. more: tokens that count as part of an
+    answer although they are not trained."""
+    tensors = {name: torch.tensor(value) for name, value in inputs.items()}
+    P, prompts = inputs["prompt_length"], tensors["sequences"][:, : inputs["prompt_length"]]
+    prompt_mask = (prompts != inputs["pad"]).long()
+    answers = ppo_rlhf.join_answers(prompts, prompt_mask, tensors["sequences"][:, P:], eos)
+    mask = answers[-1]
+    experience = {
+        "log_probs": ppo_rlhf.get_log_probs(Fixed(tensors["logits"]), *answers, 1.0)[0],
+        "ref_log_probs": ppo_rlhf.get_log_probs(Fixed(tensors["ref_logits"]), *answers, 1.0)[0],
+        "values": ppo_rlhf.get_values(Fixed(tensors["values"]), *answers),
+        "scores": ppo_rlhf.get_scores(Fixed(tensors["token_scores"]), *answers),
+    }
+    longer = torch.cat([mask[:, :1]] * more + [mask[:, : mask.shape[1] - more]], 1)
+    kl = experience["log_probs"] - experience["ref_log_probs"]
+    rewards, advantages, returns = advantages_of(kl, experience["values"], experience["scores"], longer)
+    new_logits, new_values = (tensors[name].requires_grad_() for name in ("new_logits", "new_values"))
+    new_log_probs, _ = ppo_rlhf.get_log_probs(Fixed(new_logits), *answers, 1.0)
+    actor_loss = ppo_rlhf.clipped_policy_loss(
+        (new_log_probs - experience["log_probs"])[mask], advantages[mask], clip_coef=0.2
+    )
+    values = ppo_rlhf.get_values(Fixed(new_values), *answers)
+    critic_loss = ppo_rlhf.clipped_value_loss(values[mask], experience["values"][mask], returns[mask], 0.2)
+    (actor_loss + critic_loss).backward()
+    losses = {"actor_loss": actor_loss, "critic_loss": critic_loss}
+    gradients = {"gradient_logits": new_logits.grad, "gradient_values": new_values.grad}
+    return experience | {"rewards": rewards, "advantages": advantages, "returns": returns} | losses | gradients
+
+
+def response_only(name, numbers, prompt_length):
+    """The oracle has some numbers for the prompt too."""
+    numbers = torch.tensor(numbers)
+    return numbers[:, prompt_length - 1 :] if name in ("log_probs", "ref_log_probs", "values") else numbers
+
+
+def test_update_is_that_of_deepspeed_chat_for_full_answers():
+    """Its own code, called once (see "recipe" in rlhf_oracle.json): an experience, rewards, advantages, both losses
+    and their gradients."""
+    inputs, expected = ORACLE["full"]["inputs"], ORACLE["full"]["outputs"]
+    ours = one_update(inputs, eos=1)
+    for name, numbers in expected.items():
+        numbers = response_only(name, numbers, inputs["prompt_length"])
+        torch.testing.assert_close(ours[name], numbers, atol=1e-5, rtol=1e-5, check_dtype=False)
+
+
+def test_update_differs_from_deepspeed_chat_for_short_answers():
+    """The score is the same, its place is not: later advantages of the two short answers differ, everything of the full
+    one is equal. With the original's place for it, all is equal."""
+    inputs, expected = ORACLE["short"]["inputs"], ORACLE["short"]["outputs"]
+    ours, theirs = one_update(inputs, eos=1), one_update(inputs, eos=1, more=1)
+    torch.testing.assert_close(ours["scores"], torch.tensor(expected["scores"]))
+    advantages = torch.tensor(expected["advantages"])
+    torch.testing.assert_close(ours["advantages"][1], advantages[1])
+    assert abs(ours["advantages"][0, 2] - advantages[0, 2]) > 0.05
+    assert abs(ours["advantages"][2, 1] - advantages[2, 1]) > 0.05
+    for name in ("rewards", "advantages", "returns", "actor_loss", "critic_loss", "gradient_logits", "gradient_values"):
+        torch.testing.assert_close(theirs[name], torch.tensor(expected[name]), atol=1e-5, rtol=1e-5, check_dtype=False)
+
+
+def test_adaptive_kl_coefficient():
+    inputs, expected = golden("rlhf_lm_human_preferences")
+    kl_coef = ppo_rlhf.adapt_kl_coef(
+        inputs["kl_coef"],
+        expected["mean_kl"],
+        inputs["kl_target"],
+        inputs["kl_horizon"],
+        inputs["batch_size_for_kl"],
+    )
+    assert kl_coef == pytest.approx(expected["kl_coef_after_update"], abs=1e-12)
+    assert ppo_rlhf.adapt_kl_coef(0.1, 9.0, 6.0, 100, 50) == pytest.approx(0.11)  # an error of 50% counts as 20%
+    assert ppo_rlhf.adapt_kl_coef(0.1, 6.6, 6.0, 100, 50) == pytest.approx(0.105)
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize("pad", [EOS, 9])
+def test_where_an_answer_ends(pad):
+    """EOS in the middle, at the end, at once, and none within the limit: the score is read at the last action and lands
+    on it, whatever the padding is."""
+    answers = torch.tensor([[5, 6, EOS, pad], [5, 6, 7, EOS], [EOS, pad, pad, pad], [5, 6, 7, 8]])
+    prompts, prompt_mask = torch.full((4, 2), 3), torch.ones(4, 2, dtype=torch.long)
+    batch = _, attention_mask, mask = ppo_rlhf.join_answers(prompts, prompt_mask, answers, EOS)
+    assert mask.sum(-1).tolist() == [3, 4, 1, 4]
+    assert attention_mask.sum(-1).tolist() == [5, 6, 3, 6]
+    numbered = Fixed(torch.arange(6.0).repeat(4, 1))
+    scores = ppo_rlhf.get_scores(numbered, *batch)
+    assert scores.tolist() == [4, 5, 2, 5]  # the places of 6 tokens, EOS included
+    assert ppo_rlhf.get_values(numbered, *batch)[0].tolist() == [1, 2, 3, 4]  # before each of the answer's 4 tokens
+    rewards = ppo_rlhf.compute_rewards(torch.zeros(4, 4), scores, mask, 0.1, 4.5)
+    expected = torch.tensor([[0, 0, 4, 0], [0, 0, 0, 4.5], [2, 0, 0, 0], [0, 0, 0, 4.5]])
+    assert torch.equal(rewards, expected)
+
+
+def test_left_padding_changes_no_answer(models):
+    """Prompts of several lengths, together and one by one: the same likeliest answers."""
+    tokenizer, model, _ = models
+    prompts = [tokenizer(prompt).input_ids for prompt in ppo_rlhf.BUILTIN_PROMPTS[::5]]
+    assert len({len(prompt) for prompt in prompts}) > 1
+    sequences, _, mask = ppo_rlhf.generate(model, tokenizer, prompts, do_sample=False)
+    together = ppo_rlhf.decode(tokenizer, prompts, sequences, mask)
+    for prompt, pair in zip(prompts, together):
+        sequences, _, mask = ppo_rlhf.generate(model, tokenizer, [prompt], do_sample=False)
+        assert ppo_rlhf.decode(tokenizer, [prompt], sequences, mask) == [pair]
+
+
+def test_log_probs_are_those_of_what_is_sampled_from(models, monkeypatch):
+    """At a temperature, with a cache and left padding: `generate`'s own numbers."""
+    tokenizer, model, _ = models
+    model.generation_config.temperature = 0.6
+    prompts = [tokenizer(prompt).input_ids for prompt in ppo_rlhf.BUILTIN_PROMPTS[::5]]
+    generated, original = [], model.generate
+
+    def spy(*arguments, **options):
+        generated.append(original(*arguments, **options, output_scores=True, return_dict_in_generate=True))
+        return generated[0].sequences
+
+    monkeypatch.setattr(model, "generate", spy)
+    torch.manual_seed(0)
+    answers = ppo_rlhf.generate(model, tokenizer, prompts)
+    mask = answers[-1]
+    with torch.no_grad():
+        log_probs, _ = ppo_rlhf.get_log_probs(model, *answers, temperature=0.6)
+    sampled = model.compute_transition_scores(generated[0].sequences, generated[0].scores, normalize_logits=True)
+    torch.testing.assert_close(log_probs[mask], sampled[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_padding_changes_no_loss_and_no_gradient(small_args, gradients, monkeypatch):
+    """One whole iteration, with more padding on the left, on the right and on both sides."""
+    original, (left, right) = ppo_rlhf.generate, (0, 0)
+
+    def padded(*arguments, **options):
+        sequences, attention_mask, mask = original(*arguments, **options)
+        sequences = torch.nn.functional.pad(sequences, (left, right), value=EOS)
+        return sequences, *(torch.nn.functional.pad(x, sides) for x, sides in zip((attention_mask, mask), pads()))
+
+    def pads():
+        return (left, right), (0, right)
+
+    monkeypatch.setattr(ppo_rlhf, "generate", padded)
+    one_step = {"total_episodes": 8, "num_minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 0.0}
+    runs = []
+    for left, right in ((0, 0), (3, 0), (0, 4), (7, 2)):  # noqa: B007
+        gradients.clear()
+        _, run_dir = ppo_rlhf.train(small_args(**one_step))
+        runs.append((rows(run_dir)[0], [(loss, gradient) for _, loss, gradient in gradients]))
+    for row, steps in runs[1:]:
+        torch.testing.assert_close(steps, runs[0][1], atol=1e-5, rtol=1e-4)
+        for name in row.keys() - {"seconds"}:
+            if "second" not in name:
+                assert float(row[name]) == pytest.approx(float(runs[0][0][name]), rel=1e-3, abs=1e-5), name
+
+
+def test_every_prompt_in_every_pass():
+    """Whatever the size of the batches, and however many ranks share them."""
+    prompts = [[n] for n in range(10)]
+    whole = ppo_rlhf.draw_prompts(prompts, 0, 40, seed=1)
+    for first in (0, 10, 20, 30):
+        assert sorted(whole[first : first + 10]) == prompts
+    assert whole[:10] != whole[10:20]
+    parts = [ppo_rlhf.draw_prompts(prompts, first, 8, seed=1) for first in range(0, 40, 8)]
+    assert [prompt for part in parts for prompt in part] == whole != ppo_rlhf.draw_prompts(prompts, 0, 40, seed=2)
+
+
+# ------------------------------------------------------------------------------------------------ the four models
+
+
+def test_ratio_is_one_in_the_first_minibatch(small_args, monkeypatch):
+    """And the old log-probabilities, values and advantages stay what they are in later epochs."""
+    original, ratios, advantages = ppo_rlhf.clipped_policy_loss, [], []
+
+    def spy(log_ratio, mb_advantages, clip_coef):
+        ratios.append(log_ratio.detach().abs().max().item())
+        advantages.append(mb_advantages)
+        return original(log_ratio, mb_advantages, clip_coef)
+
+    monkeypatch.setattr(ppo_rlhf, "clipped_policy_loss", spy)
+    ppo_rlhf.train(small_args(temperature=0.7, ppo_epochs=3))
+    assert len(ratios) == 4 * 3 * 2
+    for first in range(0, len(ratios), 6):
+        assert ratios[first] < 1e-5 and all(ratio > 1e-4 for ratio in ratios[first + 1 : first + 6])
+        epochs = [torch.cat(advantages[i : i + 2]).sort().values for i in range(first, first + 6, 2)]
+        assert torch.equal(epochs[0], epochs[1]) and torch.equal(epochs[0], epochs[2])
+
+
+def test_four_models(small_args, gradients, monkeypatch):
+    """Two frozen ones, which stay as they were to the bit; two trained ones, which start as these, share nothing with
+    them or each other, and have each only its own loss's gradient."""
+    original, frozen = ppo_rlhf.make_models, []
+
+    def spy(*arguments):
+        tokenizer, *two = original(*arguments)
+        frozen.extend((model, {name: x.clone() for name, x in model.state_dict().items()}) for model in two)
+        return tokenizer, *two
+
+    monkeypatch.setattr(ppo_rlhf, "make_models", spy)
+    actor, run_dir = ppo_rlhf.train(small_args())
+    first = rows(run_dir)[0]
+    assert float(first["charts/kl"]) == 0  # the actor still is the reference
+    for model, before in frozen:
+        torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+        assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+        assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    trained = [gradients[0][0], gradients[1][0]]
+    assert trained[0] is actor and [model for model, _, _ in gradients] == trained * (len(gradients) // 2)
+    storages = [{p.data_ptr() for p in model.parameters()} for model in (*trained, *(model for model, _ in frozen))]
+    assert sum(map(len, storages)) == len(set.union(*storages))
+    for model, (_, before) in zip(trained, frozen):
+        assert all(not torch.equal(x, before[name]) for name, x in model.named_parameters() if "weight" in name)
+
+
+def test_gradients_stay_apart(models):
+    """A step of one model leaves the gradient of the other alone."""
+    _, model, reward_model = models
+    for module in (model, reward_model):
+        module.requires_grad_(True)
+    tokens = torch.tensor([[4, 5, 6, 7]])
+    answers = ppo_rlhf.join_answers(tokens[:, :2], torch.ones_like(tokens[:, :2]), tokens[:, 2:], EOS)
+    losses = {
+        model: lambda: ppo_rlhf.get_log_probs(model, *answers, 1.0)[0].sum(),
+        reward_model: lambda: ppo_rlhf.get_values(reward_model, *answers).sum(),
+    }
+    for module, other in ((model, reward_model), (reward_model, model)):
+        before = [p.grad for p in other.parameters()]
+        optimizer = torch.optim.Adam(module.parameters())
+        ppo_rlhf.apply_gradient(losses[module](), module, optimizer, 1.0)
+        assert all(p.grad is grad for p, grad in zip(other.parameters(), before))
+        assert torch.cat([p.grad.flatten() for p in module.parameters()]).norm() <= 1.0001
+
+
+def test_trained_actor_loads_with_transformers(learned):
+    """With its tokenizer, from the run folder, and says the same."""
+    actor, run_dir = learned
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run_dir / "actor")
+    batch = tokenizer(["how is the soup ?", "tell us about the cake please ."], return_tensors="pt", padding=True)
+    assert batch.attention_mask[0, 0] == 0  # shorter prompts are padded on the left
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits, actor.eval()(**batch).logits, atol=0, rtol=0)
+    torch.manual_seed(1)
+    answers = tokenizer.batch_decode(loaded.generate(**batch), skip_special_tokens=True)
+    assert answers[0].startswith("how is the soup ? it is ")
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def test_learns_the_builtin_task(learned):
+    """Rewards, and what they stand for, go up; the KL to the reference stays small."""
+    _, run_dir = learned
+    table = [{name: float(value) for name, value in row.items()} for row in rows(run_dir)]
+    for name, gain in (("charts/reward", 0.25), ("charts/task_score", 0.1)):
+        begin, end = table[0][name], sum(row[name] for row in table[-4:]) / 4
+        assert end > begin + gain, (name, begin, end)
+    assert 0.2 < table[-1]["charts/kl"] < 2
+    assert table[-1]["losses/explained_variance"] > 0.2
+
+
+def test_run_folder(learned):
+    _, run_dir = learned
+    assert re.fullmatch(r"builtin__ppo_rlhf__1__[\d.]+", run_dir.name)
+    names = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
+    assert names == {"actor", "args.json", "checkpoint.pt", "metrics.csv", "ppo_rlhf.py", "reward", "supervised"}
+    assert (run_dir / "ppo_rlhf.py").read_text() == (ROOT / "variants" / "ppo_rlhf.py").read_text()
+    table, logged = rows(run_dir), scalars(run_dir)
+    assert [int(row["global_step"]) for row in table] == [64 * n for n in range(1, 17)]
+    assert logged.keys() == {name for name in table[0] if "/" in name}
+    for name, points in logged.items():
+        assert [value for _, value in points] == pytest.approx([float(row[name]) for row in table], rel=1e-5)
+    frozen = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "supervised")
+    assert sum(p.numel() for p in frozen.parameters()) > 1e5
+
+
+def call_main(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ppo_rlhf.py", *map(str, flags)])
+    try:
+        ppo_rlhf.main()
+        code = 0
+    except SystemExit as exit:
+        code = exit.code
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    return code, capsys.readouterr()
+
+
+def test_evaluate(learned, monkeypatch, capsys):
+    """Twice the same, nothing changes; the likeliest answers are others than the sampled ones."""
+    _, run_dir = learned
+    files = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    flags = ["--evaluate", run_dir, "--eval-episodes=30"]
+    code, first = call_main(flags, monkeypatch, capsys)
+    assert code == 0 and first.out == call_main(flags, monkeypatch, capsys)[1].out
+    assert len(re.findall(" -> it is ", first.out)) >= 6 and "30 answers: mean reward 0." in first.out
+    assert first.out != call_main([*flags, "--eval-deterministic"], monkeypatch, capsys)[1].out
+    assert files == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def die_after(save, monkeypatch):
+    """save_checkpoint ends the run when it has been called for the `save`th time."""
+    original, calls = ppo_rlhf.save_checkpoint, []
+
+    def save_and_die(*arguments):
+        original(*arguments)
+        calls.append(1)
+        if len(calls) == save:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo_rlhf, "save_checkpoint", save_and_die)
+    return lambda: monkeypatch.setattr(ppo_rlhf, "save_checkpoint", original)
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_resumed_equals_uninterrupted(small_args, builtin, monkeypatch):
+    """Weights, optimisers, KL coefficient, random numbers and logs, to the last bit; a row that a kill left after the
+    checkpoint goes."""
+    changes = {"checkpoint_interval": 2, "kl_target": 0.05, "kl_horizon": 20.0}
+    if builtin:
+        changes |= {"model": None, "reward_model": None, "prompts": None}
+    _, whole = ppo_rlhf.train(small_args(**changes))
+    undo = die_after(1, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        ppo_rlhf.train(small_args(exp_name="half", **changes))
+    undo()
+    (half,) = (path for path in whole.parent.iterdir() if "half" in path.name)
+    saved = ppo_rlhf.load_checkpoint(half)
+    assert saved["iteration"] == 2 and saved["kl_coef"] != 0.1
+    with open(half / "metrics.csv", "a") as file:
+        file.write("3,24,0.5,0.1,0.2")
+    saved["args"].resume = str(half)
+    ppo_rlhf.train(saved["args"])
+    assert_same_learner(ppo_rlhf.load_checkpoint(half), ppo_rlhf.load_checkpoint(whole))
+    for one, two in zip(rows(half), rows(whole), strict=True):
+        assert {k: v for k, v in one.items() if "second" not in k} == {
+            k: v for k, v in two.items() if "second" not in k
+        }
+    one, two = scalars(half), scalars(whole)
+    assert all(one[name] == two[name] for name in two if "second" not in name)
+
+
+def test_kill_while_writing_a_checkpoint(small_args, capfd):
+    """The process dies with half of its second checkpoint written: the first is whole, and the run goes on from it."""
+    args = small_args(checkpoint_interval=1)
+    original, calls = torch.save, []
+
+    def half(checkpoint, path):
+        original(checkpoint, path)
+        calls.append(1)
+        if len(calls) == 2:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        torch.save = half
+        ppo_rlhf.train(args)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (run_dir,) = (ROOT / args.runs_dir).iterdir()
+    saved = ppo_rlhf.load_checkpoint(run_dir)
+    assert saved["iteration"] == 1
+    saved["args"].resume = str(run_dir)
+    ppo_rlhf.train(saved["args"])
+    assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
+    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 4 and (run_dir / "actor").is_dir()
+
+
+def test_interrupt_saves(small_args, capsys):
+    with pytest.raises(SystemExit) as exit:
+        ppo_rlhf.train(small_args(), [signal.SIGTERM])
+    (run_dir,) = (ROOT / small_args().runs_dir).iterdir()
+    assert exit.value.code == 128 + signal.SIGTERM and f"--resume {run_dir}" in capsys.readouterr().err
+    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 1
+
+
+def test_two_ranks_train_as_one(small_args, tmp_path):
+    """torchrun: other answers, the same weights to the bit, one run folder."""
+    code = f"""
+import os, sys, torch
+sys.path.insert(0, {str(ROOT / "variants")!r})
+import ppo_rlhf
+original, answers = ppo_rlhf.generate, []
+ppo_rlhf.generate = lambda *a, **k: answers.append(original(*a, **k)) or answers[-1]
+step, models = ppo_rlhf.apply_gradient, {{}}
+ppo_rlhf.apply_gradient = lambda loss, model, *a: (models.setdefault(model), step(loss, model, *a))
+actor, run_dir = ppo_rlhf.train(ppo_rlhf.parse_args())
+weights = [p.detach() for model in models for p in model.parameters()]
+assert len(models) == 2 and actor in models
+torch.save((answers[0][0], weights, str(run_dir)), {str(tmp_path)!r} + "/rank-" + os.environ["RANK"] + ".pt")
+"""
+    (tmp_path / "two.py").write_text(code)
+    flags = flags_of(**{k: v for k, v in vars(small_args(total_episodes=16)).items() if v is not None})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", tmp_path / "two.py"]
+    finished = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    (answers, weights, run_dir), (other_answers, other_weights, none) = (
+        torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)
+    )
+    assert none == "None" and len(list((tmp_path / "runs").iterdir())) == 1
+    assert len(answers) == len(other_answers) == 4 and answers.tolist() != other_answers.tolist()
+    assert all(torch.equal(*pair) for pair in zip(weights, other_weights))
+    assert len(rows(tmp_path / "runs" / os.path.basename(run_dir))) == 2
+    saved = ppo_rlhf.load_checkpoint(run_dir)
+    assert len(saved["rng_states"]) == 2 and torch.equal(saved["actor"]["transformer.wte.weight"], weights[0])
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def test_a_sweep_command_line():
+    """As `wandb sweep` builds it."""
+    line = "--track=False --kl_coef=0.1 --model=None --kl_target=6 --batch_size=64.0"
+    args = ppo_rlhf.parse_args([*line.split(), "--total-episodes", "1e3", "--anneal_lr=false"])
+    assert (args.track, args.kl_coef, args.model, args.kl_target) == (False, 0.1, None, 6.0)
+    assert (args.batch_size, args.total_episodes, args.anneal_lr) == (64, 1000, False)
+    assert ppo_rlhf.parse_args([]) == ppo_rlhf.Args()
+
+
+@pytest.fixture
+def others(folders, tmp_path):
+    """What users may give by mistake."""
+    words = {word: number for number, word in enumerate(["<eos>", "other", "words"])}
+    tokenizer = ppo_rlhf.tokenizers.Tokenizer(ppo_rlhf.tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    other = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    _, _, reward_model = ppo_rlhf.make_builtin_models(ppo_rlhf.Args(supervised_steps=1))
+    ppo_rlhf.save_model(reward_model, other, tmp_path / "other")
+    texts = {"empty.txt": "how is the soup ?\n\nhow is the cake ?\n", "nothing.txt": "", "long.txt": "soup " * 59}
+    texts |= {"bad.jsonl": '{"text": "soup"}\n', "blank.jsonl": '{"prompt": "soup"}\n{"prompt": "  "}\n'}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+BAD = {
+    "another tokenizer": ({"reward_model": "HERE/other"}, "has another vocabulary than --model"),
+    "no reward model": (
+        {"reward_model": "FOLDERS/model"},
+        "is no trained SequenceClassification: score.weight is missing",
+    ),
+    "no such model": ({"model": "FOLDERS/nowhere"}, "cannot load"),
+    "empty prompt": ({"prompts": "HERE/empty.txt"}, "empty.txt, line 2: the prompt is empty"),
+    "blank prompt": ({"prompts": "HERE/blank.jsonl"}, "blank.jsonl, line 2: the prompt is empty"),
+    "no prompts": ({"prompts": "HERE/nothing.txt"}, "nothing.txt has no prompts"),
+    "prompt too long": (
+        {"prompts": "HERE/long.txt"},
+        "the 59 tokens of the prompt and --response-length 6 are more than",
+    ),
+    "no file": ({"prompts": "HERE/nowhere.txt"}, "cannot read prompts from"),
+    "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "cannot read prompts from"),
+    "models without prompts": ({"prompts": None}, "--model, --reward-model and --prompts"),
+    "indivisible": ({"num_minibatches": 3}, "--num-minibatches 3 must divide the 8 answers"),
+    "too short": ({"total_episodes": 7}, "--total-episodes 7 is below --batch-size 8"),
+    "zero": ({"temperature": 0.0}, "--temperature must be above 0, not 0.0"),
+    "NaN": ({"kl_coef": "nan"}, "--kl-coef must be a finite number"),
+    "negative": ({"kl_coef": -0.1}, "--kl-coef must not be negative"),
+    "not a probability": ({"top_p": 1.5}, "--top-p must be between 0 and 1, not 1.5"),
+    "no such device": ({"device": "cuda:77"}, "--device cuda:77"),
+    "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),
+    "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(small_args, folders, others, case, monkeypatch, capsys):
+    changes, message = BAD[case]
+    flags = {name: value for name, value in (vars(small_args()) | changes).items() if value is not None}
+    flags = [x.replace("HERE", str(others)).replace("FOLDERS", str(folders)) for x in flags_of(**flags)]
+    code, printed = call_main(flags, monkeypatch, capsys)
+    assert code == 2 and len(printed.err.splitlines()) == 1, printed.err
+    assert printed.err.startswith("ppo_rlhf.py: error: ") and message in printed.err
+    assert not (others / "runs").exists()
+
+
+def test_reward_that_is_not_finite(small_args, monkeypatch, capsys):
+    """One line, code 1; the last good iteration is saved and logged, and the run goes on from it."""
+    original, calls = ppo_rlhf.get_scores, []
+
+    def broken(*arguments):
+        calls.append(1)
+        return original(*arguments) * (float("nan") if len(calls) > 4 else 1)  # two parts in each iteration
+
+    monkeypatch.setattr(ppo_rlhf, "get_scores", broken)
+    args = small_args(checkpoint_interval=1)
+    with pytest.raises(SystemExit) as exit:
+        ppo_rlhf.train(args)
+    assert exit.value.code == 1 and "iteration 3: --reward-model gave NaN or infinity" in capsys.readouterr().err
+    (run_dir,) = (ROOT / args.runs_dir).iterdir()
+    saved = ppo_rlhf.load_checkpoint(run_dir)
+    assert saved["iteration"] == 2 and len(rows(run_dir)) == 2
+    assert all(x.isfinite().all() for x in saved["actor"].values())
+    monkeypatch.setattr(ppo_rlhf, "get_scores", original)
+    saved["args"].resume = str(run_dir)
+    ppo_rlhf.train(saved["args"])
+    assert len(rows(run_dir)) == 4
+
+
+DAMAGE = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
+    "another program's": lambda path: torch.save({"model": torch.zeros(3)}, path),
+    "a pickle that would run code": lambda path: torch.save({"script": print}, path),
+    "of another model": lambda path: torch.save(torch.load(path) | {"actor": {"x": torch.zeros(3)}}, path),
+    "of another script": lambda path: torch.save(torch.load(path) | {"script": "ppo_other"}, path),
+}
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_damaged_checkpoint(small_args, flag, monkeypatch, capsys):
+    _, run_dir = ppo_rlhf.train(small_args(total_episodes=8))
+    path = run_dir / "checkpoint.pt"
+    whole = path.read_bytes()
+    capsys.readouterr()
+    for name, damage in DAMAGE.items():
+        damage(path)
+        code, printed = call_main([flag, run_dir], monkeypatch, capsys)
+        assert code == 2 and len(printed.err.splitlines()) == 1 and "checkpoint.pt" in printed.err, (name, printed.err)
+        path.write_bytes(whole)
+    code, printed = call_main([flag, run_dir, "--batch-size=4", "--gamma=0.5"], monkeypatch, capsys)
+    assert code == 2 and ("--batch-size 4" if flag == "--resume" else "not --gamma") in printed.err
+
+
+def test_without_transformers(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    spec = importlib.util.spec_from_file_location("alone", ROOT / "variants" / "ppo_rlhf.py")
+    with pytest.raises(SystemExit) as exit:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert exit.value.code == 2 and "pip install -r variants/requirements.txt" in capsys.readouterr().err
