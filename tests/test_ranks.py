@@ -99,7 +99,7 @@ def wait_for(condition, seconds=100):
 
 @pytest.mark.parametrize(
     "script, restarts",
-    [("ppo_continuous", 0), ("ppo_discrete", 1), ("ppo_rnn", 1)],
+    [("ppo_continuous", 0), ("ppo_rnn", 1)],
     indirect=["script"],
 )
 def test_a_rank_dies(script, tmp_path, restarts):

@@ -170,8 +170,16 @@ script.main()
     assert script.load_checkpoint(run_dir)["iteration"] == 20
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "script, signal_number, asynchronous",
+    [
+        ("ppo_continuous", signal.SIGINT, True),
+        ("ppo_discrete", signal.SIGINT, False),
+        ("ppo_rnn", signal.SIGTERM, True),
+        ("ppo_continuous", signal.SIGTERM, False),
+    ],
+    indirect=["script"],
+)
 def test_interrupt_saves(script, tmp_path, signal_number, asynchronous):
     """Ctrl-C, which a terminal sends to the environments' processes too, and SIGTERM end the run after the iteration,
     saved, with the shell's code for that signal."""
