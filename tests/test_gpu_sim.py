@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # before a test replaces torch.randn_like: it looks up functions when imported
 import torch_envs
-from conftest import ROOT, TESTS, golden, scalars
+from conftest import ROOT, TESTS, flags_of, golden, scalars
 
 sys.path.insert(0, str(ROOT / "variants"))
 import ppo_gpu_sim as script
@@ -225,14 +225,23 @@ def test_compiled_is_eager(tmp_path, update):
 
 
 class Settled(torch_envs.Drift):
-    """Rewards of 1, gamma of 0.9: every state, but those that ended an episode for good, is worth 10."""
+    """Each reward is what the value falls by: V(s) - 0.9 V(s'), V = 10 + slope * position, 0 after termination. Half of
+    the environments say truncated too where they terminate."""
+
+    slope = 3.0
 
     def __init__(self, num_envs, device, seed):
         super().__init__(num_envs, device, seed, privileged=False)
 
+    def value(self, obs):
+        return 10.0 + self.slope * obs[..., 0]
+
     def step(self, actions):
-        obs, rewards, terminations, truncations, infos = super().step(actions)
-        return obs, torch.ones_like(rewards) + 9.0 * terminations, terminations, truncations, infos
+        before = self.value(self.observe())
+        obs, _, terminations, truncations, infos = super().step(actions)
+        rewards = before - 0.9 * self.value(infos["final_obs"]) * ~terminations
+        truncations = truncations | (terminations & (torch.arange(self.num_envs) % 2 == 0))
+        return obs, rewards, terminations, truncations, infos
 
 
 def settled(num_envs, device, seed):
@@ -246,7 +255,11 @@ def test_advantages_are_zero_for_a_true_critic(tmp_path, monkeypatch, timeouts, 
     """Whatever ends an episode, and wherever an unroll is cut."""
     if recompute and timeouts == "exact":
         pytest.skip("refused")
-    monkeypatch.setattr(script.Agent, "get_value", lambda self, obs: 0.0 * self.critic(obs).squeeze(-1) + 10.0)
+    slope = 0.0 if timeouts == "current-value" else 3.0  # which is exact where the value does not change
+    monkeypatch.setattr(Settled, "slope", slope)
+    monkeypatch.setattr(torch_envs, "settled", settled, raising=False)
+    true_value = lambda self, obs: 10.0 + slope * obs[..., 0] + 0.0 * self.critic(obs).squeeze(-1)  # noqa: E731
+    monkeypatch.setattr(script.Agent, "get_value", true_value)
     original, seen = script.estimate_targets, []
 
     def spy(*arguments, **named):
@@ -255,9 +268,8 @@ def test_advantages_are_zero_for_a_true_critic(tmp_path, monkeypatch, timeouts, 
 
     monkeypatch.setattr(script, "estimate_targets", spy)
     settings = {"gamma": 0.9, "timeouts": timeouts, "advantages": advantages, "recompute_targets": recompute}
-    args = make_args(tmp_path, env_id="test_gpu_sim:settled", total_timesteps=16 * 60, num_steps=60, **settings)
-    args.unroll_length = 5 if recompute else None
-    script.train(args)
+    settings |= {"env_id": "torch_envs:settled", "norm_obs": False, "unroll_length": 5 if recompute else None}
+    script.train(make_args(tmp_path, total_timesteps=16 * 60, num_steps=60, **settings))
     assert seen and max(advantage.abs().max() for advantage, _ in seen) < 2e-5
 
 
@@ -291,46 +303,55 @@ def test_learns(tmp_path, update):
     assert returns.mean() > 42
 
 
-def test_episodes(tmp_path):
-    """Every finished episode once, with its raw return and length, whatever --reward-scale."""
+def test_episodes(tmp_path, monkeypatch):
+    """Every finished episode once, where it ended, with its raw return and length, whatever --reward-scale."""
     seen = []
 
     class Spy(torch_envs.Drift):
         def reset(self, seed=None):
-            self.returns = torch.zeros(self.num_envs)
+            seen.clear()
+            self.count, self.begun, self.returns = 0, torch.zeros(16), torch.zeros(16)
             return super().reset(seed)
 
         def step(self, actions):
             obs, rewards, terminations, truncations, infos = super().step(actions)
+            self.count += 1
             self.returns += rewards
             for n in (terminations | truncations).nonzero().flatten().tolist():
-                seen.append(self.returns[n].item())
-                self.returns[n] = 0.0
+                seen.append([16 * self.count, self.returns[n].item(), self.count - self.begun[n].item()])
+                self.returns[n], self.begun[n] = 0.0, self.count
             return obs, rewards, terminations, truncations, infos
 
-    torch_envs.spy = Spy
+    monkeypatch.setattr(torch_envs, "spy", Spy, raising=False)
     _, run_dir = script.train(make_args(tmp_path, env_id="torch_envs:spy", reward_scale=0.1, total_timesteps=4000))
     header, *rows = (line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines())
     assert header == ["global_step", "episodic_return", "episodic_length", "seconds"]
-    assert [float(row[1]) for row in rows] == pytest.approx(seen, rel=1e-4, abs=1e-4)
-    assert max(int(row[2]) for row in rows) <= 50 and [int(row[0]) for row in rows] == sorted(
-        int(row[0]) for row in rows
-    )
+    assert len(seen) > 50
+    np.testing.assert_allclose([[float(x) for x in row[:3]] for row in rows], seen, atol=1e-4, rtol=1e-4)
 
 
-def test_statistics_move_between_iterations_only(tmp_path, monkeypatch):
-    """And have then seen every observation once, the first of each rollout included."""
-    original, raw, means = script.RunningMeanStd.update, [], []
+def test_statistics_have_seen_what_was_acted_on(tmp_path, monkeypatch):
+    """Every observation once, the first included, the last not yet, and nothing of the step that only looks at infos."""
+    seen = []
 
-    def spy(self, x):
-        means.append(self.mean.clone())
-        raw.append(x.clone())
-        original(self, x)
+    class Spy(torch_envs.Drift):
+        def reset(self, seed=None):
+            seen.clear()
+            obs, infos = super().reset(seed)
+            seen.append(obs)
+            return obs, infos
 
-    monkeypatch.setattr(script.RunningMeanStd, "update", spy)
-    agent, _ = script.train(make_args(tmp_path, env_id="torch_envs:plain_drift"))
-    assert len(raw) == 5 and all(len(x) == 160 for x in raw)
-    torch.testing.assert_close(agent.obs_rms.mean, torch.cat(raw).double().mean(0), atol=1e-5, rtol=1e-5)
+        def step(self, actions):
+            obs, *others = super().step(actions)
+            seen.append(obs)
+            return obs, *others
+
+    monkeypatch.setattr(torch_envs, "spy", lambda *_: Spy(*_, privileged=False), raising=False)
+    agent, _ = script.train(make_args(tmp_path, env_id="torch_envs:spy"))
+    everything = torch.stack(seen[:-1]).flatten(0, 1).double()
+    assert len(everything) == 800 == pytest.approx(agent.obs_rms.count.item())
+    torch.testing.assert_close(agent.obs_rms.mean, everything.mean(0), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(agent.obs_rms.var, everything.var(0, correction=0), atol=1e-4, rtol=1e-4)
 
 
 def test_resume_is_exact(tmp_path, monkeypatch):
@@ -351,7 +372,7 @@ def test_resume_is_exact(tmp_path, monkeypatch):
                 return self.observe(), None, None, None, {"final_obs": None}
             return super().step(actions)
 
-    torch_envs.lasting = Lasting
+    monkeypatch.setattr(torch_envs, "lasting", Lasting, raising=False)
     settings = {"env_id": "torch_envs:lasting", "total_timesteps": 640, "checkpoint_interval": 2, "seed": 3}
     whole, _ = script.train(make_args(tmp_path, **settings))
     kept.clear()
@@ -379,6 +400,24 @@ def test_evaluations_during_training(tmp_path):
     assert rows[0] == "global_step,mean_return,std_return,seconds"
     assert [int(row.split(",")[0]) for row in rows[1:]] == [320 * i for i in range(11)]
     assert torch.equal(agent.actor[0].weight, plain.actor[0].weight)
+
+
+def test_two_ranks(tmp_path):
+    """Under torchrun: one run folder, the same weights on both, episodes of both."""
+    program = f"""import sys, os; sys.path[:0] = ['{ROOT / "variants"}', '{TESTS}']
+import ppo_gpu_sim as script, torch
+agent, _ = script.train(script.parse_args())
+torch.save(agent.state_dict(), '{tmp_path}/rank-' + os.environ['RANK'])"""
+    (tmp_path / "program.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    flags = flags_of(**SMALL, runs_dir=tmp_path / "runs", checkpoint_interval=1)
+    done = subprocess.run([*torchrun, tmp_path / "program.py", *flags], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    one, other = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one["obs_rms.count"].item() == pytest.approx(800)  # what both have seen
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert len(script.load_checkpoint(run_dir)["rng_states"]) == 2
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):
@@ -420,8 +459,10 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 )
 def test_wrong_input(tmp_path, capsys, monkeypatch, flags, words):
     """One line, and no run folder."""
-    torch_envs.no_final_obs = lambda *_: torch_envs.Drift(*_, final_obs=False)
-    torch_envs.unbounded = lambda *_: torch_envs.Replay({"obs": [[[0.0]]], "critic_obs": [[[0.0]]]})
+    makers = {"no_final_obs": lambda *_: torch_envs.Drift(*_, final_obs=False)}
+    makers["unbounded"] = lambda *_: torch_envs.Replay({"obs": [[[0.0]]], "critic_obs": [[[0.0]]]})
+    for name, make in makers.items():
+        monkeypatch.setattr(torch_envs, name, make, raising=False)
     defaults = ["--env-id", "torch_envs:drift", "--num-envs", "16", "--num-steps", "10", "--runs-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", *defaults, "--no-compile", *flags])
     with pytest.raises(SystemExit) as stopped:
@@ -433,7 +474,7 @@ def test_wrong_input(tmp_path, capsys, monkeypatch, flags, words):
 
 
 @pytest.mark.parametrize("what", ["rewards", "obs"])
-def test_nan(tmp_path, capsys, what):
+def test_nan(tmp_path, capsys, monkeypatch, what):
     """It ends in one line, and never gets into statistics or weights."""
 
     class Broken(torch_envs.Drift):
@@ -446,7 +487,7 @@ def test_nan(tmp_path, capsys, what):
                 (rewards if what == "rewards" else obs["policy"])[3] = math.nan
             return obs, rewards, *others
 
-    torch_envs.broken = Broken
+    monkeypatch.setattr(torch_envs, "broken", Broken, raising=False)
     with pytest.raises(SystemExit) as stopped:
         script.train(make_args(tmp_path, env_id="torch_envs:broken", checkpoint_interval=1))
     assert stopped.value.code == 1 and "NaN" in capsys.readouterr().err
