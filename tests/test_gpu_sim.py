@@ -331,7 +331,7 @@ def test_episodes(tmp_path, monkeypatch):
 
 
 def test_statistics_have_seen_what_was_acted_on(tmp_path, monkeypatch):
-    """Every observation once, the first included, the last not yet, and nothing of the step that only looks at infos."""
+    """Every observation once, the first included, the last not yet, nothing of the step that only looks at infos."""
     seen = []
 
     class Spy(torch_envs.Drift):

@@ -356,7 +356,7 @@ def test_four_models(small_args, gradients, monkeypatch):
         return tokenizer, *two
 
     monkeypatch.setattr(ppo_rlhf, "make_models", spy)
-    actor, run_dir = ppo_rlhf.train(small_args())
+    actor, run_dir = ppo_rlhf.train(small_args(temperature=0.7))
     first = rows(run_dir)[0]
     assert float(first["charts/kl"]) == 0  # the actor still is the reference
     for model, before in frozen:
@@ -429,6 +429,8 @@ def test_run_folder(learned):
     assert logged.keys() == {name for name in table[0] if "/" in name}
     for name, points in logged.items():
         assert [value for _, value in points] == pytest.approx([float(row[name]) for row in table], rel=1e-5)
+    rates = [float(row["charts/learning_rate"]) for row in table]
+    assert rates == pytest.approx([5e-4 * (16 - n) / 16 for n in range(16)])
     frozen = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "supervised")
     assert sum(p.numel() for p in frozen.parameters()) > 1e5
 
@@ -536,30 +538,31 @@ def test_interrupt_saves(small_args, capsys):
 
 
 def test_two_ranks_train_as_one(small_args, tmp_path):
-    """torchrun: other answers, the same weights to the bit, one run folder."""
+    """torchrun: other prompts, the same weights to the bit, one run folder."""
     code = f"""
 import os, sys, torch
 sys.path.insert(0, {str(ROOT / "variants")!r})
 import ppo_rlhf
-original, answers = ppo_rlhf.generate, []
-ppo_rlhf.generate = lambda *a, **k: answers.append(original(*a, **k)) or answers[-1]
+generate, prompts = ppo_rlhf.generate, []
+ppo_rlhf.generate = lambda actor, tokenizer, some: prompts.extend(some) or generate(actor, tokenizer, some)
 step, models = ppo_rlhf.apply_gradient, {{}}
 ppo_rlhf.apply_gradient = lambda loss, model, *a: (models.setdefault(model), step(loss, model, *a))
 actor, run_dir = ppo_rlhf.train(ppo_rlhf.parse_args())
 weights = [p.detach() for model in models for p in model.parameters()]
 assert len(models) == 2 and actor in models
-torch.save((answers[0][0], weights, str(run_dir)), {str(tmp_path)!r} + "/rank-" + os.environ["RANK"] + ".pt")
+torch.save((prompts, weights, str(run_dir)), {str(tmp_path)!r} + "/rank-" + os.environ["RANK"] + ".pt")
 """
     (tmp_path / "two.py").write_text(code)
     flags = flags_of(**{k: v for k, v in vars(small_args(total_episodes=16)).items() if v is not None})
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", tmp_path / "two.py"]
     finished = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
     assert finished.returncode == 0, finished.stderr
-    (answers, weights, run_dir), (other_answers, other_weights, none) = (
+    (prompts, weights, run_dir), (other_prompts, other_weights, none) = (
         torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)
     )
     assert none == "None" and len(list((tmp_path / "runs").iterdir())) == 1
-    assert len(answers) == len(other_answers) == 4 and answers.tolist() != other_answers.tolist()
+    shares = [*prompts[:4], *other_prompts[:4], *prompts[4:], *other_prompts[4:]]  # two iterations of 8
+    assert len({tuple(prompt) for prompt in shares[:8]}) == 8  # a pass over all prompts
     assert all(torch.equal(*pair) for pair in zip(weights, other_weights))
     assert len(rows(tmp_path / "runs" / os.path.basename(run_dir))) == 2
     saved = ppo_rlhf.load_checkpoint(run_dir)

@@ -41,8 +41,8 @@ Choices, where implementations differ:
  7. No answer is dropped: the shortest one, an EOS at once, is an action with a score. DeepSpeed-Chat, which has no
     action there, drops answers below two tokens.
  8. kl_coef is fixed; --kl-target makes it follow the KL (Ziegler et al. 2019).
- 9. Weights and optimisers are float32, together 40 bytes for a parameter of all four models. On CUDA forward passes run
-    in bfloat16, with gradient checkpointing.
+ 9. Weights, gradients and optimisers are float32: 40 bytes for every parameter that one of the models has. On CUDA
+    forward passes run in bfloat16, with gradient checkpointing.
 
 Shapes: B = answers of a process in an iteration, M = minibatch, P = longest prompt, R = longest answer, L = P + R,
 V = vocabulary. Prompts are padded on the left, answers on the right, so that all answers begin in column P.
@@ -77,7 +77,8 @@ try:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 except ImportError as error:
-    print(f"ppo_rlhf.py: error: {error}: pip install -r variants/requirements.txt", file=sys.stderr)
+    reason = str(error).splitlines()[0]
+    print(f"ppo_rlhf.py: error: {reason}: pip install -r variants/requirements.txt", file=sys.stderr)
     raise SystemExit(2) from None
 
 
@@ -423,9 +424,8 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     """Advantages and returns of the tokens of answers, 0 behind them; all (B, R). An answer is an episode that its last
     token terminates, EOS or not: the score is for what was said within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
-    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
-    terminations = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
-    steps = (x.T for x in (rewards, values, next_values, terminations, torch.zeros_like(mask)))  # time comes first
+    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))  # 0 where an answer ends: no flag has to say so again
+    steps = (x.T for x in (rewards, values, next_values, torch.zeros_like(mask), torch.zeros_like(mask)))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
 
@@ -652,9 +652,9 @@ def train(args, stop_signals=()):
     if checkpointing:
         actor.gradient_checkpointing_enable()
         critic.gradient_checkpointing_enable()
-    base_rates = [args.actor_learning_rate, args.critic_learning_rate]
-    defaults = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)
-    base_rates = [default if rate is None else rate for rate, default in zip(base_rates, defaults)]
+    default_rates = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)
+    rates = zip((args.actor_learning_rate, args.critic_learning_rate), default_rates)
+    base_rates = [default if rate is None else rate for rate, default in rates]
     optimizers = [torch.optim.Adam(model.parameters(), betas=(0.9, 0.95)) for model in (actor, critic)]
     actor_optimizer, critic_optimizer = optimizers
     if rank > 0:  # the models are those of all ranks, answers and permutations their own
@@ -709,7 +709,7 @@ def train(args, stop_signals=()):
         started = time.time()
         first = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of one process
         iteration_prompts = draw_prompts(prompts, first, B, args.seed)
-        actor.eval()
+        actor.eval(), critic.eval()
         with autocast:
             sequences, attention_mask, mask = generate(actor, tokenizer, iteration_prompts)  # (B, L), (B, L), (B, R)
         num_generated, generated = mask.sum().item(), time.time()
@@ -719,9 +719,8 @@ def train(args, stop_signals=()):
         with torch.no_grad(), autocast:
             for answers in zip(*(x.split(M) for x in (sequences, attention_mask, mask))):
                 log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
-                parts.append(
-                    (log_probs, ref_log_probs, get_values(critic, *answers), get_scores(reward_model, *answers))
-                )
+                values, scores = get_values(critic, *answers), get_scores(reward_model, *answers)
+                parts.append((log_probs, ref_log_probs, values, scores))
         log_probs, ref_log_probs, values, scores = (torch.cat(x) for x in zip(*parts))  # scores (B,), others (B, R)
         if not scores.isfinite().all():
             fail(f"iteration {iteration}: --reward-model gave NaN or infinity; the last checkpoint, if any, is kept", 1)
@@ -744,9 +743,7 @@ def train(args, stop_signals=()):
                 mb_log_probs, mb_values, mb_advantages, mb_returns = (x[mb_mask] for x in old)  # (actions,)
                 with autocast:
                     new_log_probs, logits = get_log_probs(actor, *mb_answers, args.temperature)
-                log_ratio = (
-                    new_log_probs[mb_mask] - mb_log_probs
-                )  # 0 in the first minibatch: the actor is still the same
+                log_ratio = new_log_probs[mb_mask] - mb_log_probs  # 0 in the first minibatch
                 policy_loss = clipped_policy_loss(log_ratio, mb_advantages, args.clip_coef)
                 apply_gradient(policy_loss, actor, actor_optimizer, args.max_grad_norm)
                 with autocast:
