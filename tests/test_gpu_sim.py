@@ -262,8 +262,9 @@ def test_advantages_are_zero_for_a_true_critic(tmp_path, monkeypatch, timeouts, 
     monkeypatch.setattr(script.Agent, "get_value", true_value)
     original, seen = script.estimate_targets, []
 
-    def spy(*arguments, **named):
-        seen.append(original(*arguments, **named))
+    def spy(args, rewards, values, last_values, timeout_values, terminations, truncations):
+        assert not (terminations & truncations).any()  # if both, it terminated
+        seen.append(original(args, rewards, values, last_values, timeout_values, terminations, truncations))
         return seen[-1]
 
     monkeypatch.setattr(script, "estimate_targets", spy)
@@ -273,7 +274,14 @@ def test_advantages_are_zero_for_a_true_critic(tmp_path, monkeypatch, timeouts, 
     assert seen and max(advantage.abs().max() for advantage, _ in seen) < 2e-5
 
 
-def test_actor_does_not_see_what_is_privileged(tmp_path):
+def test_actor_does_not_see_what_is_privileged(tmp_path, monkeypatch):
+    original = script.ppo_loss
+
+    def spy(agent, args, minibatch):  # both groups begin with the same numbers, and are normalised alike
+        torch.testing.assert_close(minibatch["critic_obs"][..., :2], minibatch["obs"])
+        return original(agent, args, minibatch)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
     agent, run_dir = script.train(make_args(tmp_path))
     privileged = (0.3 * torch.randn(5, 3)).requires_grad_()
     obs, critic_obs = script.split_obs({"policy": torch.randn(5, 2), "critic": privileged})
