@@ -1,0 +1,115 @@
+"""Learning curves of variants/ppo_rlhf.py on its built-in task, with the KL penalty and without.
+
+    for seed in 1 2 3; do for kl_coef in 0.1 0; do
+        OMP_NUM_THREADS=1 python variants/ppo_rlhf.py --seed $seed --kl-coef $kl_coef --runs-dir runs/rlhf
+    done; done
+    python benchmark/rlhf_plot.py collect runs/rlhf      # writes results/rlhf.csv and results/rlhf_curves.csv
+    python benchmark/rlhf_plot.py draw                   # results/rlhf_curves.csv -> results/rlhf.png
+    python benchmark/rlhf_plot.py gpt2 FOLDER            # random models of GPT-2's size, to measure speed: no download
+
+FOLDER then has `model`, `reward` and `prompts.txt`:
+
+    python variants/ppo_rlhf.py --model FOLDER/model --reward-model FOLDER/reward --prompts FOLDER/prompts.txt \\
+        --response-length 128 --batch-size 64 --num-minibatches 4 --total-episodes 640
+"""
+
+import csv
+import json
+import random
+import sys
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+
+import report
+from report import RESULTS, write_rows
+from run import machine
+
+report.PACKAGES = ("torch", "transformers")
+EVERY = 4  # iterations in a point of a curve
+LAST = 10  # iterations that count as the end of a run
+KL_BOUND = 2.0  # nats per answer, what ppo_rlhf.py promises for its defaults
+PANELS = {
+    "reward": "reward model's score",
+    "task_score": "what it should tell (task score)",
+    "kl": "KL to the reference",
+}
+
+
+def collect(runs_dir):
+    """One row for every run, and one for every few of its iterations."""
+    runs, curves = [], []
+    for path in sorted(Path(runs_dir).glob("*/metrics.csv")):
+        args = json.loads((path.parent / "args.json").read_text())
+        with open(path) as file:
+            table = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
+        setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
+        first_good = next((row["global_step"] for row in table if row["charts/task_score"] >= 0.9), "")
+        run = setting | {"global_step": int(table[-1]["global_step"]), "seconds": round(table[-1]["seconds"])}
+        for name, values in columns.items():
+            run[f"{name}_at_start"], run[name] = round(values[0], 3), round(mean(values[-LAST:]), 3)
+        run |= {"highest_kl": round(max(columns["kl"]), 2), "task_score_of_0.9_at": first_good and int(first_good)}
+        runs.append(run | machine() | {"versions": report.installed_versions()})
+        for i in range(0, len(table), EVERY):
+            point = {name: round(mean(values[i : i + EVERY]), 3) for name, values in columns.items()}
+            curves.append(setting | {"global_step": int(table[i]["global_step"])} | point)
+    for name, rows in (("rlhf", runs), ("rlhf_curves", curves)):
+        rows.sort(key=lambda row: (-row["kl_coef"], row["seed"]))
+        write_rows(RESULTS / f"{name}.csv", list(rows[0]), rows)
+
+
+def draw():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with open(RESULTS / "rlhf_curves.csv") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    for (name, title), axis in zip(PANELS.items(), axes):
+        for color, (kl_coef, of_setting) in enumerate(groupby(rows, key=lambda row: row["kl_coef"])):
+            for number, (_, points) in enumerate(groupby(of_setting, key=lambda row: row["seed"])):
+                points = [(row["global_step"], max(row[name], 0.02) if name == "kl" else row[name]) for row in points]
+                label = f"--kl-coef {kl_coef:g}" if number == 0 else None
+                axis.plot(*zip(*points), color=f"C{color}", linewidth=1.2, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("answers")
+        axis.grid(alpha=0.3)
+    axes[2].set_yscale("log")
+    axes[2].set_ylabel("nats per answer")
+    axes[2].axhline(KL_BOUND, color="0.4", linestyle="--", linewidth=1)
+    axes[1].axhline(0.9, color="0.4", linestyle="--", linewidth=1)
+    axes[0].legend(fontsize=8)
+    figure.savefig(RESULTS / "rlhf.png", dpi=110)
+
+
+def make_gpt2(folder):
+    """Language and reward model of GPT-2's (small) size with random weights, 50,257 words, prompts of 32 to 128."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    words = {f"w{number}": number for number in range(50_257)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    end = f"w{len(words) - 1}"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
+    config = transformers.GPT2Config(num_labels=1)
+    for name in ("model", "reward"):
+        kind = transformers.GPT2LMHeadModel if name == "model" else transformers.GPT2ForSequenceClassification
+        kind(config).save_pretrained(Path(folder, name))
+        tokenizer.save_pretrained(Path(folder, name))
+    generator = random.Random(0)
+    prompts = [" ".join(generator.choices(list(words)[:-1], k=generator.randint(32, 128))) for _ in range(512)]
+    Path(folder, "prompts.txt").write_text("\n".join(prompts) + "\n")
+
+
+if __name__ == "__main__":
+    commands = {"collect": collect, "draw": draw, "gpt2": make_gpt2}
+    if sys.argv[1:2] and sys.argv[1] in commands:
+        commands[sys.argv[1]](*sys.argv[2:])
+    else:
+        print(__doc__)
