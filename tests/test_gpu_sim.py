@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # before a test replaces torch.randn_like: it looks up functions when imported
 import torch_envs
 from conftest import ROOT, TESTS, flags_of, golden, scalars
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(ROOT / "variants"))
 import ppo_gpu_sim as script
@@ -360,6 +361,32 @@ def test_statistics_have_seen_what_was_acted_on(tmp_path, monkeypatch):
     assert len(everything) == 800 == pytest.approx(agent.obs_rms.count.item())
     torch.testing.assert_close(agent.obs_rms.mean, everything.mean(0), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(agent.obs_rms.var, everything.var(0, correction=0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_no_step_waits_for_the_device(tmp_path, monkeypatch, update):
+    """Between two steps of a rollout nothing asks for a tensor's numbers, which on a GPU would wait for it."""
+    calls = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    class Spy(torch_envs.Drift):
+        def step(self, actions):
+            calls.append("step")
+            return super().step(actions)
+
+    monkeypatch.setattr(torch_envs, "spy", Spy, raising=False)
+    args = make_args(tmp_path, update, env_id="torch_envs:spy", update_epochs=1)
+    with Record():
+        script.train(args)
+    waits = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
+    between = " ".join(calls).split("step")[1:-1]  # what follows each step
+    waiting = [bool(waits & set(names.split())) for names in between]
+    assert len(waiting) == 50  # one before the first rollout, then five of ten
+    assert [i for i, waits in enumerate(waiting) if waits] == [0, 10, 20, 30, 40]  # setup; the last of each rollout
 
 
 def test_resume_is_exact(tmp_path, monkeypatch):
