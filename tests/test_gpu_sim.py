@@ -535,6 +535,35 @@ def test_nan(tmp_path, capsys, monkeypatch, what):
 # ---------------------------------------------------------------------------------------------------- environments
 
 
+def test_environments_like_those_of_isaac_lab(tmp_path, monkeypatch):
+    """Groups of observations in buffers that are written over by every step, and no final observation."""
+
+    class Isaac(torch_envs.Drift):
+        buffers = None
+
+        def observe(self):
+            obs = super().observe()
+            if self.buffers is None:
+                self.buffers = obs
+            for name, x in self.buffers.items():
+                x.copy_(obs[name])
+            return self.buffers
+
+    seen, original = [], script.ppo_loss
+
+    def spy(agent, args, minibatch):
+        seen.append(minibatch["obs"])
+        return original(agent, args, minibatch)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    settings = {"env_id": "torch_envs:isaac", "timeouts": "current-value", "norm_obs": False}
+    for make in (lambda *_: Isaac(*_, final_obs=False), lambda *_: torch_envs.Drift(*_, final_obs=False)):
+        monkeypatch.setattr(torch_envs, "isaac", make, raising=False)
+        script.train(make_args(tmp_path, **settings))
+    half = len(seen) // 2
+    assert all(torch.equal(one, other) for one, other in zip(seen[:half], seen[half:]))
+
+
 def test_gymnasium(tmp_path):
     """A vector of gymnasium environments, its final observations where they belong."""
     envs = script.GymEnvs("InvertedPendulum-v4", 3, torch.device("cpu"))
