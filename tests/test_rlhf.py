@@ -336,13 +336,21 @@ def test_ratio_is_one_in_the_first_minibatch(small_args, monkeypatch):
         advantages.append(mb_advantages)
         return original(log_ratio, mb_advantages, clip_coef)
 
+    estimate, estimated = ppo_rlhf.answer_advantages, []
+
+    def spy_on_advantages(rewards, values, mask, *arguments):
+        result = estimate(rewards, values, mask, *arguments)
+        estimated.append(result[0][mask].sort().values)
+        return result
+
+    monkeypatch.setattr(ppo_rlhf, "answer_advantages", spy_on_advantages)
     monkeypatch.setattr(ppo_rlhf, "clipped_policy_loss", spy)
     ppo_rlhf.train(small_args(temperature=0.7, ppo_epochs=3))
     assert len(ratios) == 4 * 3 * 2
     for first in range(0, len(ratios), 6):
         assert ratios[first] < 1e-5 and all(ratio > 1e-4 for ratio in ratios[first + 1 : first + 6])
         epochs = [torch.cat(advantages[i : i + 2]).sort().values for i in range(first, first + 6, 2)]
-        assert torch.equal(epochs[0], epochs[1]) and torch.equal(epochs[0], epochs[2])
+        assert all(torch.equal(epoch, estimated[first // 6]) for epoch in epochs)  # as they came, all of them
 
 
 def test_four_models(small_args, gradients, monkeypatch):
@@ -396,11 +404,10 @@ def test_trained_actor_loads_with_transformers(learned):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run_dir / "actor")
     batch = tokenizer(["how is the soup ?", "tell us about the cake please ."], return_tensors="pt", padding=True)
-    assert batch.attention_mask[0, 0] == 0  # shorter prompts are padded on the left
+    assert batch.attention_mask[0].tolist() == [0, 0, 1, 1, 1, 1, 1]  # shorter prompts are padded on the left
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits, actor.eval()(**batch).logits, atol=0, rtol=0)
-    torch.manual_seed(1)
-    answers = tokenizer.batch_decode(loaded.generate(**batch), skip_special_tokens=True)
+    answers = tokenizer.batch_decode(loaded.generate(**batch, do_sample=False), skip_special_tokens=True)
     assert answers[0].startswith("how is the soup ? it is ")
 
 

@@ -224,7 +224,8 @@ def make_builtin_models(args):
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<eos>", *words]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    special = {"eos_token": "<eos>", "pad_token": "<eos>", "padding_side": "left"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     size = {"vocab_size": len(vocabulary), "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -257,7 +258,7 @@ def load_model(kind, name):
             if "drop" in key and isinstance(value, float):
                 setattr(config, key, 0.0)  # attention_dropout, resid_pdrop, ...: every architecture has its own names
         model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # not found, no network, another kind of model, damaged: each has its own
         fail(f"cannot load {name} with transformers: {type(error).__name__}: {str(error).splitlines()[0]}")
     if info["missing_keys"]:
@@ -288,7 +289,7 @@ def make_models(args, device):
             fail(f"--reward-model {reward_name} has no layer `score` with one output")
         if tokenizer.eos_token_id is None:
             fail(f"the tokenizer of --model {name} has no EOS token: no answer could end")
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     reference.generation_config = transformers.GenerationConfig(  # whatever else the model's own asks for is dropped
         max_new_tokens=args.response_length,
         do_sample=True,
@@ -362,6 +363,11 @@ def decode(tokenizer, prompts, sequences, mask):
     """Pairs of texts (prompt, answer), without special tokens."""
     answers = [row[actions].tolist() for row, actions in zip(sequences[:, -mask.shape[1] :], mask)]
     return list(zip(*(tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, answers))))
+
+
+def format_sample(score, prompt, answer):
+    """One line for the terminal: the end of the prompt, the beginning of the answer."""
+    return f"{score:6.2f}  {' '.join(prompt.split())[-80:]} -> {' '.join(answer.split())[:200]}"
 
 
 def model_inputs(sequences, attention_mask):
@@ -532,8 +538,8 @@ def open_metrics(run_dir, iteration):
 
 
 def write_metrics(run_dir, metrics_file, writer, row, samples, flush):
-    """Add the row of an iteration, {key: number}, to metrics.csv, and all to TensorBoard, flushed before a checkpoint:
-    what comes before that is on disk, what comes after is purged on --resume."""
+    """Add the row of an iteration, {key: number}, to metrics.csv, and it and samples, (score, (prompt, answer)), to
+    TensorBoard, flushed before a checkpoint: what comes before is on disk, what comes after is purged on --resume."""
     try:
         table = csv.writer(metrics_file, lineterminator="\n")
         if metrics_file.tell() == 0:
@@ -543,8 +549,8 @@ def write_metrics(run_dir, metrics_file, writer, row, samples, flush):
         for name, value in row.items():
             if "/" in name:
                 writer.add_scalar(name, value, row["global_step"])
-        if samples:
-            writer.add_text("samples", "\n\n".join(samples), row["global_step"])
+        for number, (score, (prompt, answer)) in enumerate(samples):
+            writer.add_text(f"sample {number}", f"{prompt} -> {answer} ({score:.3f})", row["global_step"])
         if flush:
             writer.flush()
     except OSError as error:
@@ -799,7 +805,7 @@ def train(args, stop_signals=()):
             row["charts/task_score"] = np.mean([task_score(answer) for _, answer in texts])
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
         showing = iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0
-        samples = [f"{score:6.2f}  {p} -> {a}" for score, (p, a) in zip(scores[:4].tolist(), texts)] if showing else []
+        samples = list(zip(scores.tolist(), texts))[:4] if showing else []
         write_metrics(run_dir, metrics_file, writer, row, samples, flush=saving)
         if args.track:
             wandb.log(row, step=row["global_step"])
@@ -808,8 +814,8 @@ def train(args, stop_signals=()):
         progress.update(args.batch_size)
         if showing:  # ten times, also where there is no terminal
             tqdm.write(f"answer {row['global_step']:>9,}   {summary}")
-            for sample in samples:
-                tqdm.write(sample)
+            for score, pair in samples:
+                tqdm.write(format_sample(score, *pair))
 
         # -------------------------------------------------------------------------------------------- checkpoint
         if saving:
@@ -858,8 +864,8 @@ def main():
             if name not in takes and getattr(args, name) != getattr(saved, name):
                 fail(f"--evaluate takes --eval-*, --seed, --prompts, not --{name.replace('_', '-')}")
         texts, scores, kls = evaluate(args.evaluate, args)
-        for (prompt, answer), score in zip(texts[:8], scores):
-            print(f"{score:6.2f}  {prompt} -> {answer}")
+        for score, pair in list(zip(scores, texts))[:8]:
+            print(format_sample(score, *pair))
         print(f"{len(texts)} answers: mean reward {scores.mean():.3f}, KL to the reference {kls.mean():.3f}")
         if args.model is None:
             print(f"mean task score {np.mean([task_score(answer) for _, answer in texts]):.3f}")
