@@ -607,7 +607,7 @@ BAD = {
     "another tokenizer": ({"reward_model": "HERE/other"}, "has another vocabulary than --model"),
     "no reward model": (
         {"reward_model": "FOLDERS/model"},
-        "is no trained SequenceClassification: score.weight is missing",
+        "is no trained SequenceClassification: it lacks score.weight",
     ),
     "no such model": ({"model": "FOLDERS/nowhere"}, "cannot load"),
     "empty prompt": ({"prompts": "HERE/empty.txt"}, "empty.txt, line 2: the prompt is empty"),

@@ -262,9 +262,7 @@ def load_model(kind, name):
     except Exception as error:  # not found, no network, another kind of model, damaged: each has its own
         fail(f"cannot load {name} with transformers: {type(error).__name__}: {str(error).splitlines()[0]}")
     if info["missing_keys"]:
-        fail(
-            f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: {min(info['missing_keys'])} is missing"
-        )
+        fail(f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(info['missing_keys'])}")
     return model, tokenizer
 
 
