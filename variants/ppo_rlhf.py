@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = [
 #     "torch>=2.11,<2.14",
-#     "transformers>=5.0,<6",
+#     "transformers>=5,<6",
 #     "numpy>=1.26,<3",
 #     "tyro>=1.0,<2",
 #     "tensorboard>=2.18,<3",
