@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -435,6 +436,14 @@ def test_evaluations_during_training(tmp_path):
     assert rows[0] == "global_step,mean_return,std_return,seconds"
     assert [int(row.split(",")[0]) for row in rows[1:]] == [320 * i for i in range(11)]
     assert torch.equal(agent.actor[0].weight, plain.actor[0].weight)
+
+
+def test_commands_of_readme_parse():
+    text = (ROOT / "README.md").read_text() + script.__doc__ + (ROOT / "benchmark" / "NOTES.md").read_text()
+    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
+    assert len(commands) >= 9
+    for command in commands:
+        script.check_args(script.parse_args(command.split()))
 
 
 def test_two_ranks(tmp_path):
