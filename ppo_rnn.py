@@ -819,7 +819,7 @@ def train(args, stop_signals=()):
     T, N = args.num_steps, args.num_envs // num_ranks
     B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # the replay of a minibatch gives what single steps gave
+    torch.backends.cudnn.allow_tf32 = False  # the replay of a minibatch gives what single steps gave
     warnings.filterwarnings("ignore", message="RNN module weights")  # scattered in memory: a matter of speed
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what LSTM and GRU need for it on CUDA
