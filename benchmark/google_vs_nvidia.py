@@ -3,7 +3,9 @@ found no difference between them, with the statistics that it did not give.
 
     python benchmark/google_vs_nvidia.py                     # the original size, 30M steps a run: for a GPU
     python benchmark/google_vs_nvidia.py --small             # 512,000 steps a run: an hour or two on a CPU core
-    python benchmark/google_vs_nvidia.py --small --report    # only the table and the picture, from results/
+    python benchmark/google_vs_nvidia.py --small --report    # only the tables and the picture, from results/
+    python benchmark/google_vs_nvidia.py --small --seeds 5 --updates google+stored google+normalised google+gae
+                                                             # which of the three differences does it
 
 Finished runs are skipped, so it can be stopped and started again. An evaluation is the mean return of the first episode
 of each evaluation environment, with sampled actions; the original divides all rewards of 1,000 steps by the number of
@@ -15,6 +17,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "variants"))
 
@@ -31,6 +34,11 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_
 FULL = {"eval_episodes": 2048}  # the rest are the defaults of --update
 SMALL = {"num_envs": 256, "num_steps": 20, "num_minibatches": 8, "total_timesteps": 512_000, "eval_episodes": 32}
 SMALL |= {"compile": False}  # it would not earn back the time that compiling takes
+UPDATES = {"google": ppo.GOOGLE, "nvidia": ppo.NVIDIA}
+# Google's update with one of the three things that NVIDIA's has; with stored values it is NVIDIA's as it was printed.
+UPDATES["google+stored"] = ppo.GOOGLE | {"recompute_targets": False}
+UPDATES["google+normalised"] = ppo.GOOGLE | {"norm_adv": "minibatch"}
+UPDATES["google+gae"] = ppo.GOOGLE | {"advantages": "gae"}
 FIELDS = ["update", "seed", "evaluation", "global_step", "mean_return", "size", "versions", "hardware"]
 
 
@@ -38,7 +46,7 @@ FIELDS = ["update", "seed", "evaluation", "global_step", "mean_return", "size", 
 class Args:
     small: bool = False  # the reduced size
     seeds: int = 20  # runs of each update, seeds 1, 2, ...
-    updates: tuple[str, ...] = ("google", "nvidia")  # presets of ppo_gpu_sim.py, the names of its --update
+    updates: tuple[Literal[tuple(UPDATES)], ...] = ("google", "nvidia")  # what is trained
     runs_dir: str = "runs/google_vs_nvidia"  # where run folders are made
     device: str = "auto"  # as in ppo_gpu_sim.py
     report: bool = False  # train nothing
@@ -61,11 +69,17 @@ def train_all(args, settings):
     ppo.make_envs, rows = make_once, []
     for seed in range(1, args.seeds + 1):
         for update in args.updates:
-            given = {"update": update, "exp_name": update, "seed": seed, "env_id": "brax/ant", "device": args.device}
+            given = {
+                "update": update.split("+")[0],
+                "exp_name": update,
+                "seed": seed,
+                "env_id": "brax/ant",
+                "device": args.device,
+            }
             given |= {"num_evaluations": 10, "eval_deterministic": False, "runs_dir": args.runs_dir}
-            folders = Path(args.runs_dir).glob(f"brax-ant__{update}__{seed}__*/evaluations.csv")
+            folders = Path(args.runs_dir).glob(f"brax-ant__{update.replace('+', '-')}__{seed}__*/evaluations.csv")
             finished = [path.parent for path in folders if len(evaluations_of(path.parent)) == 11]
-            run_dir = finished[0] if finished else ppo.train(ppo.Args(**(ppo.UPDATES[update] | settings | given)))[1]
+            run_dir = finished[0] if finished else ppo.train(ppo.Args(**(UPDATES[update] | settings | given)))[1]
             rows += [
                 {"update": update, "seed": seed, "evaluation": i} | row for i, row in enumerate(evaluations_of(run_dir))
             ]
@@ -90,6 +104,19 @@ def table(rows):
         cells.append(f"{mannwhitneyu(*here.values()).pvalue:.2g}")
         cells += [f"{there[update].mean():,.0f} ± {there[update].std(ddof=1):,.0f}" for update in there]
         cells.append(f"{ttest_ind(*there.values(), equal_var=False).pvalue:.2g}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table_of_differences(rows):
+    """Markdown: a kind of update a line, mean and 95% interval at four evaluations."""
+    lines = ["| update | seeds | evaluation 1 | 3 | 6 | 10 |", "|---|---|---|---|---|---|"]
+    for update in dict.fromkeys(row["update"] for row in rows):
+        cells = [update, str(len(scores_of(rows, update, 0)))]
+        for i in (1, 3, 6, 10):
+            scores = scores_of(rows, update, i)
+            low, high = bootstrap_interval([scores], np.mean)
+            cells.append(f"{scores.mean():,.0f} ({low:,.0f} to {high:,.0f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -124,10 +151,14 @@ def main():
     if not args.report:
         about = {"size": size, "versions": report.installed_versions(), "hardware": machine()["hardware"]}
         rows = [about | row for row in train_all(args, SMALL if args.small else FULL)]
-        write_rows(path, FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
+        rows = [{name: row[name] for name in FIELDS} for row in rows]
+        if path.exists():  # what this call was not about stays
+            with open(path) as file:
+                rows = [row for row in csv.DictReader(file) if row["update"] not in args.updates] + rows
+        write_rows(path, FIELDS, rows)
     with open(path) as file:
         rows = list(csv.DictReader(file))
-    print(table(rows))
+    print(table(rows), table_of_differences(rows), sep="\n\n")
     draw(rows, path.with_suffix(".png"))
 
 
