@@ -127,17 +127,37 @@ def test_tanh_policy_far_out(far):
     torch.testing.assert_close(x.grad.item(), -2.0 * np.sign(far))
 
 
-@pytest.mark.parametrize("system, settings", [("rsl_rl", {"clip_vloss": True, "vf_coef": 2.0, "clip_coef": 0.2})])
-def test_total_loss(system, settings):
+@pytest.mark.parametrize("case", ["rms_brax_welford", "rms_brax_torch_notebook", "rms_rsl_rl"])
+def test_statistics_are_those_of_others(case):
+    """But for the count of 1e-4 that they begin with, as in baselines: Brax and rsl_rl begin with 0."""
+    inputs, expected = golden(case)
+    rms = script.RunningMeanStd((2,))
+    for batch in inputs["batches"]:
+        rms.update(batch)
+    variance = (
+        expected["var"] if "var" in expected else expected.get("summed_variance", expected.get("running_variance")) / 5
+    )
+    torch.testing.assert_close(rms.mean, expected["mean"], atol=1e-9, rtol=3e-5)
+    torch.testing.assert_close(rms.var, variance, atol=1e-9, rtol=3e-5)
+
+
+SETTINGS = {"rsl_rl": {"clip_vloss": True, "vf_coef": 2.0, "clip_coef": 0.2}}
+SETTINGS["brax_torch"] = {name: script.GOOGLE[name] for name in ("clip_vloss", "vf_coef", "clip_coef")}
+
+
+@pytest.mark.parametrize("system", SETTINGS)
+def test_total_loss(system):
     inputs, expected = golden("total_loss_by_system")
-    agent = make_agent(obs_size=1, action_size=1, ent_coef=inputs["ent_coef"], norm_adv="rollout", **settings).double()
+    settings = {"ent_coef": inputs["ent_coef"], "norm_adv": "rollout"} | SETTINGS[system]
+    agent = make_agent(obs_size=1, action_size=1, **settings).double()
     agent.actor = torch.nn.Identity()
     agent.get_value = lambda obs: inputs["new_values"].unsqueeze(0)
     agent.std.data.copy_(inputs["log_std"].exp())
     columns = {"obs": inputs["mean"], "actions": inputs["action"], "log_probs": inputs["old_logprob"]}
     columns |= {"critic_obs": inputs["mean"], "values": inputs["old_values"], "returns": inputs["returns"]}
     columns |= {"means": inputs["old_mean"], "stds": inputs["old_log_std"].exp().expand_as(inputs["old_mean"])}
-    columns |= {"advantages": script.normalize_advantages(inputs["advantages"])}
+    advantages = inputs["advantages"]  # only rsl_rl normalises them
+    columns |= {"advantages": script.normalize_advantages(advantages) if system == "rsl_rl" else advantages}
     loss, _ = script.ppo_loss(agent, agent.args, {name: x.unsqueeze(0) for name, x in columns.items()})
     torch.testing.assert_close(loss.item(), expected[system])
 

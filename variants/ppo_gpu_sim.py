@@ -44,7 +44,7 @@ Choices, where these systems differ from each other, and this file from them:
 
 Shapes: T = num_steps, N = num_envs, L = unroll_length (or T), C = columns, T / L * N, each an unroll, M = minibatch,
 D = size of an observation, P = of the critic's, A = of an action.
-Sibling: ppo_continuous.py, whose frame this is. Nothing is copied to the host between two steps.
+Sibling: ppo_continuous.py, whose frame this is. Between two steps nothing is copied to the host, but by GymEnvs.
 """
 
 import contextlib
