@@ -11,6 +11,7 @@ Finished runs are skipped, so it can be stopped and started again. An evaluation
 of each evaluation environment, with sampled actions; the original divides all rewards of 1,000 steps by the number of
 episodes that ended in them. Its figures are in tests/golden.json, seed001_results."""
 
+import copy
 import csv
 import dataclasses
 import json
@@ -64,7 +65,7 @@ def train_all(args, settings):
     def make_once(args, num_envs, device):  # JAX compiles the simulator once, not for every run
         if num_envs not in envs:
             envs[num_envs] = make_envs(args, num_envs, device)
-        return envs[num_envs]
+        return copy.copy(envs[num_envs])  # with a state of its own: training and evaluation may be of one size
 
     ppo.make_envs, rows = make_once, []
     for seed in range(1, args.seeds + 1):

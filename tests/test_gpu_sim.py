@@ -1,5 +1,6 @@
 """variants/ppo_gpu_sim.py: parity with rsl_rl and Brax, what the actor may see, checkpoints, input."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -445,6 +446,15 @@ def test_resume_is_exact(tmp_path, monkeypatch):
     resumed, _ = script.train(make_args(tmp_path / "b", **settings, resume=str(run_dir)))
     for name, x in whole.state_dict().items():
         assert torch.equal(x, resumed.state_dict()[name]), name
+
+
+def test_resume_with_another_update_is_refused(tmp_path, capsys):
+    """It would leave all the settings that --update chooses as they were, and say nothing."""
+    args = make_args(tmp_path)
+    _, run_dir = script.train(args)
+    with pytest.raises(SystemExit) as stopped:
+        script.train(dataclasses.replace(args, resume=str(run_dir), update="google"))
+    assert stopped.value.code == 2 and "--update google" in capsys.readouterr().err
 
 
 def test_evaluations_during_training(tmp_path):

@@ -824,16 +824,9 @@ def train(args, stop_signals=()):
     iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
     if args.resume:
         checkpoint = load_checkpoint(args.resume)
-        for name in (
-            "env_id",
-            "num_envs",
-            "num_steps",
-            "norm_obs",
-            "policy",
-            "hidden_size",
-            "hidden_layers",
-            "activation",
-        ):
+        # --update is one of them: on top of the checkpoint's arguments it would change none of the others.
+        fixed = "env_id", "update", "num_envs", "num_steps", "norm_obs"
+        for name in (*fixed, "policy", "hidden_size", "hidden_layers", "activation"):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
