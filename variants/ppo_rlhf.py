@@ -12,11 +12,11 @@
 # ///
 """Proximal Policy Optimization (PPO) on a language model, from the scores of a reward model (RLHF), in one file.
 
-    python ppo_rlhf.py                                   # the built-in task: no download, minutes on one CPU core
-    python ppo_rlhf.py --model A --reward-model B --prompts prompts.txt     # transformers models, by name or folder
-    python ppo_rlhf.py --resume runs/NAME                # go on after Ctrl-C, a kill or a crash
-    python ppo_rlhf.py --evaluate runs/NAME              # answers of the trained actor, their scores and KL
-    torchrun --nproc-per-node 4 ppo_rlhf.py              # train in four processes, which share the prompts
+    python variants/ppo_rlhf.py                                # the built-in task: no download, minutes on one core
+    python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt   # transformers' models
+    python variants/ppo_rlhf.py --resume runs/NAME             # go on after Ctrl-C, a kill or a crash
+    python variants/ppo_rlhf.py --evaluate runs/NAME           # answers of the trained actor, their scores and KL
+    torchrun --nproc-per-node 4 variants/ppo_rlhf.py           # train in four processes, which share the prompts
 
 Four models, as in DeepSpeed-Chat. Two begin as the supervised language model: the actor, which is trained, and the
 reference, which is not. Two begin as the reward model: the critic, which is trained, and the reward model itself, which
