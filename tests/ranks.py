@@ -13,7 +13,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 name, out, *flags = sys.argv[1:]
 script = importlib.import_module(name)
-record = {"observations": [], "parameters": [], "statistics": [], "gradients": [], "kls": []}
+record = {"observations": [], "parameters": [], "statistics": [], "gradients": [], "own_gradients": [], "kls": []}
 agents = []
 
 
@@ -38,19 +38,26 @@ def after_iteration(*_):
     record["statistics"].append(rms)
 
 
-def averaged(*tensors):
-    if len(tensors) > 1:  # a gradient and the metrics of its minibatch
+def is_gradient(tensors):
+    return len(tensors) == 2  # a gradient and the KL of its minibatch
+
+
+def before_average(*tensors):
+    if is_gradient(tensors):
+        record["own_gradients"].append(tensors[0].clone())
+
+
+def after_average(*tensors):
+    if is_gradient(tensors):
         record["gradients"].append(tensors[0].clone())
-        record["kls"].append(float(tensors[4]))
+        record["kls"].append(float(tensors[1]))
 
 
+if "WITHOUT_SHARED_MEMORY" in os.environ:  # as on several machines
+    script.SharedMemory.is_possible = lambda device: False
 spy(script.Agent, "__init__", after=lambda agent, *_: agents.append(agent))
 spy(script.RunningMeanStd, "update", before=lambda _, x: record["observations"].append(x.clone()))
-spy(script, "average_over_ranks", after=averaged)
-record["own_gradients"] = []
-spy(
-    script, "average_over_ranks", before=lambda *x: record["own_gradients"].append(x[0].clone()) if len(x) > 1 else None
-)
+spy(script, "average_over_ranks", before=before_average, after=after_average)
 spy(script, "gather_from_ranks", before=after_iteration)
 script.train(script.parse_args(flags))
 torch.save(record, Path(out) / f"rank-{os.environ['RANK']}.pt")

@@ -2,10 +2,13 @@
 
 import csv
 import os
+import random
 import re
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,10 +27,17 @@ def start(*command, **more):
     return subprocess.Popen([*TORCHRUN, *map(str, command)], env=environment, **pipes, **more)
 
 
-def test_two_ranks_train_as_one(script, tmp_path):
+@pytest.mark.parametrize(
+    "script, shared_memory",
+    [("ppo_continuous", True), ("ppo_continuous", False), ("ppo_discrete", True), ("ppo_rnn", True)],
+    indirect=["script"],
+)
+def test_two_ranks_train_as_one(script, tmp_path, monkeypatch, shared_memory):
     """After every update both have the same parameters and statistics, to the bit, and these are those of all that both
     have seen; their environments differ; gradients are averaged; the KL limit ends an update for both in the same
     minibatch, though one of them alone would have gone on."""
+    if not shared_memory:
+        monkeypatch.setenv("WITHOUT_SHARED_MEMORY", "1")
     flags = flags_of(**SETTINGS, target_kl=0.01, env_id=f"probes:{probe(script)}", runs_dir=tmp_path / "runs")
     process = start(TESTS / "ranks.py", script.__name__, tmp_path, *flags)
     printed = process.communicate(timeout=200)[0]
@@ -58,6 +68,39 @@ def test_two_ranks_train_as_one(script, tmp_path):
         rows = list(csv.DictReader(file))
     steps = [int(row["global_step"]) for row in rows]
     assert steps == sorted(steps) and sum(int(row["episodic_length"]) for row in rows) > 400  # of both
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is used on Linux only")
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_shared_memory(script, monkeypatch):
+    """Messages of any length, kind and pace: all get all of them, also who reads late. A rank that has ended is noticed."""
+    meeting, store = threading.Barrier(3), torch.distributed.HashStore()
+    monkeypatch.setattr(script.dist, "barrier", meeting.wait)
+    monkeypatch.setattr(script.SharedMemory, "row_bytes", 800)
+
+    def message_of(rank, number):
+        generator = torch.Generator().manual_seed(3 * number + rank)
+        length = int(torch.randint(1, 100, (), generator=torch.Generator().manual_seed(number)))
+        return torch.randn(length, generator=generator, dtype=(torch.float32, torch.float64)[number % 2])
+
+    def talk(rank):
+        memory, pace = script.SharedMemory(store, rank, 3), random.Random(rank)
+        for number in range(200):
+            time.sleep(pace.random() * 1e-3)
+            rows = memory.exchange(message_of(rank, number))
+            time.sleep(pace.random() * 1e-3)
+            for other in range(3):
+                expected = message_of(other, number)
+                assert torch.equal(rows[other, : len(expected)], expected)
+        return memory
+
+    with ThreadPoolExecutor(3) as pool:
+        memory, *_ = pool.map(talk, range(3))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    memory.processes[1] = gone.pid
+    with pytest.raises(SystemExit, match="1"):
+        script.talk_to_ranks(memory.exchange, torch.zeros(1))
 
 
 def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatch):

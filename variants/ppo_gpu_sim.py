@@ -52,9 +52,12 @@ import csv
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
+import pickle
+import platform
 import re
 import shutil
 import signal
@@ -580,20 +583,69 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
+class SharedMemory:
+    """Where ranks meet that share a machine and compute on its CPU: to average the gradient of a small network takes
+    gloo, whose threads have to wake each other, 1.5 ms, and this 0.05.
+
+    Every rank writes its message into its own row, then the message's number into `numbers`, and waits until all have
+    done so. There are two sets of rows, taken in turn: a rank that has read one may be a message ahead of another that
+    still reads it. Only for processors whose writes are seen in the order of the program, as those of x86 are."""
+
+    row_bytes = 2**26  # longer messages are gloo's; memory is taken where it is written to, not before
+
+    @staticmethod
+    def is_possible(device):
+        one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        return device.type == "cpu" and one_machine and sys.platform == "linux" and platform.machine() == "x86_64"
+
+    def __init__(self, store, rank, num_ranks):
+        self.rank, self.number = rank, 0
+        if rank == 0:
+            self.file = os.memfd_create("ppo")  # a file without a name, gone with the last process that has it
+            os.ftruncate(self.file, 4096 * num_ranks + 2 * num_ranks * self.row_bytes)
+            store.set("shared memory", f"/proc/{os.getpid()}/fd/{self.file}")
+        path = store.get("shared memory").decode()
+        self.numbers, self.processes = np.asarray(np.memmap(path, np.int64, "r+", shape=(2, num_ranks)))
+        rows = np.memmap(path, np.uint8, "r+", offset=4096 * num_ranks, shape=(2, num_ranks, self.row_bytes))
+        self.rows = torch.from_numpy(rows)
+        self.processes[rank] = os.getpid()
+        dist.barrier()
+
+    def exchange(self, message):
+        """message (M,), on every rank -> rows that begin with them, in the order of ranks, (num_ranks, at least M)"""
+        self.number += 1
+        rows = self.rows[self.number % 2].view(message.dtype)
+        rows[self.rank, : len(message)] = message
+        self.numbers[self.rank] = self.number
+        for tries in itertools.count(1):
+            if self.numbers.min() >= self.number:
+                return rows
+            os.sched_yield()
+            if tries % 2**18 == 0:
+                for process in self.processes:
+                    os.kill(process, 0)  # ProcessLookupError if it has ended
+
+
+shared_memory = None  # where join_ranks finds that there can be one
+
+
 def join_ranks(device):
     """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
+    global shared_memory
     store, rank, num_ranks = next(dist.rendezvous("env://"))
     # After a restart by torchrun the store still has the addresses of the processes before.
     store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    if SharedMemory.is_possible(device):
+        shared_memory = SharedMemory(store, rank, num_ranks)
 
 
 def talk_to_ranks(collective, *arguments):
     """Call a function of torch.distributed; if another rank has died, end with one line."""
     try:
-        collective(*arguments)
-    except RuntimeError as error:
+        return collective(*arguments)
+    except (RuntimeError, ProcessLookupError) as error:
         fail(f"another rank of torchrun has ended: {str(error).splitlines()[0]}", code=1)
 
 
@@ -602,9 +654,12 @@ def average_over_ranks(*tensors):
     if not dist.is_initialized():
         return
     message = torch.cat([x.flatten() for x in tensors])
-    talk_to_ranks(dist.all_reduce, message)
-    parts = (message / dist.get_world_size()).split([x.numel() for x in tensors])
-    for x, part in zip(tensors, parts):
+    if shared_memory and message.nbytes <= shared_memory.row_bytes:
+        message = talk_to_ranks(shared_memory.exchange, message)[:, : len(message)].mean(0)
+    else:
+        talk_to_ranks(dist.all_reduce, message)
+        message /= dist.get_world_size()
+    for x, part in zip(tensors, message.split([x.numel() for x in tensors])):
         x.copy_(part.view_as(x))
 
 
@@ -612,6 +667,9 @@ def gather_from_ranks(value):
     """Under torchrun the values of all ranks, in a list; alone [value]."""
     if not dist.is_initialized():
         return [value]
+    if shared_memory:
+        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return [pickle.loads(row.numpy()) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
@@ -994,7 +1052,7 @@ def train(args, stop_signals=()):
             parts = [x[:, permutation].split(columns // args.num_minibatches, dim=1) for x in batch.values()]
             for minibatch in zip(*parts):
                 *gradients, metrics = compute_gradients(dict(zip(batch, minibatch)))
-                average_over_ranks(*gradients, *metrics.values())
+                average_over_ranks(*gradients, metrics["kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["kl"].item() > 1.5 * args.target_kl
                 if stop_update:
@@ -1010,6 +1068,9 @@ def train(args, stop_signals=()):
             rms.pool(before)
 
         # -------------------------------------------------------------------------------------------- log
+        scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
+        scalars |= {"charts/learning_rate": lr, "charts/noise_std": stds.mean()}
+        average_over_ranks(*scalars.values())
         # Asked once: a signal that comes later than this waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
         seconds = seconds_before + time.time() - start_time
@@ -1028,8 +1089,6 @@ def train(args, stop_signals=()):
             if stopped_by:
                 break
             continue
-        scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
-        scalars |= {"charts/learning_rate": lr, "charts/noise_std": stds.mean()}
         scalars = {name: value.item() for name, value in scalars.items()}
         if not math.isfinite(sum(value for name, value in scalars.items() if name != "losses/explained_variance")):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
