@@ -140,8 +140,8 @@ def make_cases(checkout=None):
         "continuous-8": continuous_case(8, 256, checkout),
         "discrete": discrete_case(checkout),
         "ranks": {
-            "one process": (ours("ppo_continuous"), 16000, 146000),
-            "ppo_continuous, two": (two_ranks("ppo_continuous", num_envs=200), 32000, 292000),
+            "one process": (ours("ppo_continuous"), 16000, 316000),
+            "ppo_continuous, two": (two_ranks("ppo_continuous", num_envs=200), 32000, 632000),
         },
         "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
         "rnn-separate": rnn_case(separate=True),

@@ -73,7 +73,7 @@ def test_two_ranks_train_as_one(script, tmp_path, monkeypatch, shared_memory):
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is used on Linux only")
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_shared_memory(script, monkeypatch):
-    """Messages of any length, kind and pace: all get all of them, also who reads late. A rank that has ended is noticed."""
+    """Messages of any length, kind and pace: all get all, also who reads late. A rank that has ended is noticed."""
     meeting, store = threading.Barrier(3), torch.distributed.HashStore()
     monkeypatch.setattr(script.dist, "barrier", meeting.wait)
     monkeypatch.setattr(script.SharedMemory, "row_bytes", 800)
