@@ -218,14 +218,14 @@ def speed_table():
     lines[0] += " same settings, run in turn on one machine; in the last column, to the environments alone."
     lines += [
         "",
-        "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | environments alone |",
+        "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | LeanRL | environments alone |",
     ]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for case, title in SPEED.items():
         (mine,) = (row for (name, contestant), row in rows.items() if name == case and contestant.startswith("ppo_"))
         start = f"{float(mine['start_seconds']):.0f} s (first {float(mine['first_start_seconds']):.0f} s)"
         cells = [title, f"{int(mine['steps_per_second']):,}", start]
-        for names in (("SB3", "sb3-contrib"), ("CleanRL",)):
+        for names in (("SB3", "sb3-contrib"), ("CleanRL",), ("LeanRL",)):
             ratios = [rows[case, name]["ratio"] for name in names if (case, name) in rows]
             cells.append(f"**{float(ratios[0]):.1f}** x" if ratios else "")
         alone = rows.get((case, "simulator"))

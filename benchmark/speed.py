@@ -4,12 +4,15 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete   # SB3's PPO
     python benchmark/speed.py discrete --cleanrl PATH              # CleanRL too, from a checkout
+    python benchmark/speed.py continuous-8 --leanrl PATH           # LeanRL too
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
 
-CleanRL wants older packages, so PATH/.venv has to be a virtual environment for it:
+Both want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails with a newer
+tensordict). LeanRL is compiled, without CUDA graphs, which need a GPU:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
+    .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
@@ -77,8 +80,9 @@ def two_ranks(script, **flags):
     return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
-def cleanrl(checkout, script, **flags):
-    program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / "cleanrl" / f"{script}.py"), "--no-cuda"]
+def from_checkout(checkout, script, **flags):
+    """The same for a script of CleanRL's or LeanRL's checkout, whose flags have the same names."""
+    program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / script), "--no-cuda"]
     return lambda steps: [*program, *to_words(flags), f"--total-timesteps={steps}"]
 
 
@@ -104,27 +108,31 @@ def rnn_case(separate):
     return {"sb3-contrib": (peer, 4096, 16384), "ppo_rnn": (ours("ppo_rnn", **flags), 8192, 106496)}
 
 
-def continuous_case(envs, steps, checkout):
+def continuous_case(envs, steps, cleanrl, leanrl=None):
     """CleanRL's settings; observations and rewards are normalised by all."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     mine = ours("ppo_continuous", **flags, target_kl=None, log_std_init=0, anneal_std=False, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
-    if checkout:
-        contestants["CleanRL"] = (cleanrl(checkout, "ppo_continuous_action", **flags), 8192, 40960)
+    if cleanrl:
+        peer = from_checkout(cleanrl, "cleanrl/ppo_continuous_action.py", **flags)
+        contestants["CleanRL"] = (peer, 8192, 40960)
+    if leanrl:
+        peer = from_checkout(leanrl, "leanrl/ppo_continuous_action_torchcompile.py", compile=True, **flags)
+        contestants["LeanRL"] = (peer, 8192, 73728)
     contestants["ppo_continuous"] = (mine, 16384, 147456)
     return contestants | {"simulator": (simulator("HalfCheetah-v4", envs), 8192, 139264)}
 
 
-def discrete_case(checkout):
+def discrete_case(cleanrl):
     """CleanRL's ppo.py: 4 x 128 steps, 4 minibatches, 4 epochs; nothing is normalised."""
     flags = {"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
     flags |= {"learning_rate": 2.5e-4, "ent_coef": 0.01, "clip_vloss": True}
     settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
     contestants = {"SB3": (sb3("CartPole-v1", 4, **settings), 8192, 73728)}
-    if checkout:
-        contestants["CleanRL"] = (cleanrl(checkout, "ppo", **flags), 8192, 73728)
+    if cleanrl:
+        contestants["CleanRL"] = (from_checkout(cleanrl, "cleanrl/ppo.py", **flags), 8192, 73728)
     mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False)
     return contestants | {
         "ppo_discrete": (mine, 16384, 278528),
@@ -132,13 +140,14 @@ def discrete_case(checkout):
     }
 
 
-def make_cases(checkout=None):
-    """Contestants of each case, with the two numbers of steps that they train for; CleanRL where its checkout is."""
+def make_cases(cleanrl=None, leanrl=None):
+    """Contestants of each case, with the two numbers of steps that they train for; CleanRL and LeanRL where there is a
+    checkout. LeanRL's compiled GAE is the unrolled rollout, which 2,048 steps are too long for."""
     mine = (ours("ppo_continuous"), 16000, 146000)
     return {
-        "continuous-1": continuous_case(1, 2048, checkout),
-        "continuous-8": continuous_case(8, 256, checkout),
-        "discrete": discrete_case(checkout),
+        "continuous-1": continuous_case(1, 2048, cleanrl),
+        "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
+        "discrete": discrete_case(cleanrl),
         "ranks": {
             "one process": (ours("ppo_continuous"), 16000, 316000),
             "ppo_continuous, two": (two_ranks("ppo_continuous", num_envs=200), 32000, 632000),
@@ -153,6 +162,7 @@ def make_cases(checkout=None):
 def seconds(command, cache):
     """Wall time of a command, which runs in an empty folder; what it compiles is kept in the folder `cache`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": cache}
+    environment |= {"WANDB_MODE": "offline"}  # LeanRL logs there only
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -194,11 +204,13 @@ def main():
     parser.add_argument("cases", nargs="+", choices=make_cases())
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
+    parser.add_argument("--leanrl", type=Path, help="a checkout of LeanRL, likewise")
     args = parser.parse_args()
+    checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
     path = RESULTS / "speed.csv"
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     for case in args.cases:
-        new = measure(case, make_cases(args.cleanrl and args.cleanrl.absolute())[case], args.repeats)
+        new = measure(case, make_cases(*checkouts)[case], args.repeats)
         rows = [row for row in rows if row["case"] != case] + new
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
         with open(path, "w", newline="") as file:
