@@ -218,7 +218,7 @@ def speed_table():
     lines[0] += " same settings, run in turn on one machine; in the last column, to the environments alone."
     lines += [
         "",
-        "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | LeanRL | environments alone |",
+        "| script, task, environments x steps | steps/s | start | SB3, -contrib | CleanRL | LeanRL | environments alone |",
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     for case, title in SPEED.items():

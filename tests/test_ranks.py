@@ -184,3 +184,18 @@ def test_environments_must_divide(script, tmp_path):
     printed = process.communicate(timeout=100)[0]
     assert process.returncode and "--num-envs 7 must be a multiple of the 2 processes of torchrun" in printed
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_a_signal_to_the_job(script, tmp_path):
+    """What torchrun gets goes to all ranks; they finish the iteration together and save it."""
+    settings = SETTINGS | {"total_timesteps": 10**7, "checkpoint_interval": 10**6}
+    flags = flags_of(**settings, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
+    process = start(ROOT / f"{script.__name__}.py", *flags)
+    wait_for(lambda: any(len(path.read_text()) > 1000 for path in tmp_path.glob("*/episodes.csv")))
+    process.terminate()
+    process.communicate(timeout=100)
+    assert process.returncode
+    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["global_step"] == saved["iteration"] * 8 * 16 and len(saved["rng_states"]) == 2
