@@ -218,9 +218,9 @@ def speed_table():
     lines[0] += " same settings, run in turn on one machine; in the last column, to the environments alone."
     lines += [
         "",
-        "| script, task, environments x steps | steps/s | start | SB3, -contrib | CleanRL | LeanRL | environments alone |",
+        "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | LeanRL | simulator |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|---|---|"]
     for case, title in SPEED.items():
         (mine,) = (row for (name, contestant), row in rows.items() if name == case and contestant.startswith("ppo_"))
         start = f"{float(mine['start_seconds']):.0f} s (first {float(mine['first_start_seconds']):.0f} s)"
