@@ -120,7 +120,7 @@ class Args:  # the comments are what --help prints
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
     anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
-    log_std_min: float | None = None  # lower bound of log_std in sampling, log-probability and entropy; None: none
+    log_std_min: float | None = None  # lower bound of the log_std that is learned, before --anneal-std; None: none
     log_std_max: float | None = None  # upper bound; None: none
 
 
@@ -305,10 +305,9 @@ class Agent(nn.Module):
         else:
             mean = self.actor(obs)
             log_std = self.log_std.expand_as(mean)
-        log_std = log_std + self.log_std_shift
         if self.args.log_std_min is not None or self.args.log_std_max is not None:
             log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
-        return mean, log_std
+        return mean, log_std + self.log_std_shift
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...).

@@ -113,7 +113,7 @@ class Args:  # the comments are what --help prints
     log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
     anneal_std: bool = False  # Box: lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
-    log_std_min: float | None = None  # Box: lower bound of log_std in sampling, log-probability, entropy; None: none
+    log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
     log_std_max: float | None = None  # Box: upper bound; None: none
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
@@ -446,10 +446,9 @@ class Agent(nn.Module):
             log_std = log_std + self.args.log_std_init
         else:
             log_std = self.log_std.expand_as(mean)
-        log_std = log_std + self.log_std_shift
         if self.args.log_std_min is not None or self.args.log_std_max is not None:
             log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
-        return mean, log_std
+        return mean, log_std + self.log_std_shift
 
     def get_action_and_value(self, features, action=None, action_mask=None):
         """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).

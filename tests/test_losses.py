@@ -285,12 +285,19 @@ def test_permutations_and_annealing(script, small_args, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
-@pytest.mark.parametrize("state_dependent_std", [False, True])
-def test_anneal_std(script, small_args, minibatches, state_dependent_std):
-    """With nothing learned the actions spread as --log-std-init says in the first iteration, and then half of that; an
-    evaluation that samples spreads like the last iteration."""
-    flags = {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "log_std_init": -1.0, "anneal_std": True}
-    flags |= {"num_envs": 64, "num_steps": 32, "state_dependent_std": state_dependent_std}
+@pytest.mark.parametrize(
+    "learned",
+    [
+        {"log_std_init": -1.0},
+        {"log_std_init": -1.0, "state_dependent_std": True},
+        {"log_std_init": -3.0, "log_std_min": -1.0},
+    ],
+)
+def test_anneal_std(script, small_args, minibatches, learned):
+    """With nothing learned the actions spread as --log-std-init or a bound says in the first iteration, and then
+    half of that; an evaluation that samples spreads like the last iteration."""
+    flags = learned | {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "anneal_std": True}
+    flags |= {"num_envs": 64, "num_steps": 32}
     _, run_dir = script.train(small_args(total_timesteps=4096, **flags))
     spreads = [float(actions.std()) for _, _, _, _, actions, *_ in minibatches]
     assert spreads == pytest.approx([math.exp(-1), math.exp(-1) / 2], rel=0.06)
