@@ -74,6 +74,7 @@ MUJOCO |= {
     "norm_obs": True,
     "norm_reward": True,
     "log_std_init": 0.0,
+    "log_std_min": None,
     "anneal_std": False,
     "state_dependent_std": False,
 }
