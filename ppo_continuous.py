@@ -34,10 +34,9 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (100 x 20), a KL limit that only binds where updates are far too large, and a
-    standard deviation that starts at exp(-0.5), cannot be learned to be less than exp(-1.5) (--log-std-min), and is
-    multiplied by the square root of what remains of the run (--anneal-std), carry the results (benchmark/NOTES.md). As
-    the learning rate falls faster than that, so does the KL of an update. README.md has CleanRL's settings as flags.
+ 9. Many environments with short rollouts (100 x 20), a KL limit that only binds where updates are far too large, and
+    little noise, a standard deviation of exp(-0.5) that falls linearly to 0 beside what the policy learns
+    (--anneal-std), carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
@@ -119,9 +118,9 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = True  # multiply the standard deviation by the square root of what remains of the run
+    anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
-    log_std_min: float | None = -1.5  # lower bound of the log_std that is learned, before --anneal-std; None: none
+    log_std_min: float | None = None  # lower bound of the log_std that is learned, before --anneal-std; None: none
     log_std_max: float | None = None  # upper bound; None: none
 
 
@@ -808,7 +807,7 @@ def train(args, stop_signals=()):
         if args.anneal_clip:
             clip_scale.fill_(remaining)
         if args.anneal_std:
-            agent.log_std_shift.fill_(0.5 * math.log(remaining))
+            agent.log_std_shift.fill_(math.log(remaining))
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]

@@ -111,7 +111,7 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = False  # Box: multiply the standard deviation by the square root of what remains of the run
+    anneal_std: bool = False  # Box: lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
     log_std_max: float | None = None  # Box: upper bound; None: none
@@ -1030,7 +1030,7 @@ def train(args, stop_signals=()):
         if args.anneal_clip:
             clip_scale.fill_(remaining)
         if args.anneal_std:
-            agent.log_std_shift.fill_(0.5 * math.log(remaining))
+            agent.log_std_shift.fill_(math.log(remaining))
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]

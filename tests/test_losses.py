@@ -295,17 +295,17 @@ def test_permutations_and_annealing(script, small_args, monkeypatch):
 )
 def test_anneal_std(script, small_args, minibatches, learned):
     """With nothing learned the actions spread as --log-std-init or a bound says in the first iteration, and then
-    sqrt(1/2) of that; an evaluation that samples spreads like the last iteration."""
+    half of that; an evaluation that samples spreads like the last iteration."""
     flags = learned | {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "anneal_std": True}
     flags |= {"num_envs": 64, "num_steps": 32}
     _, run_dir = script.train(small_args(total_timesteps=4096, **flags))
     spreads = [float(actions.std()) for _, _, _, _, actions, *_ in minibatches]
-    assert spreads == pytest.approx([math.exp(-1), math.exp(-1) / 2**0.5], rel=0.06)
+    assert spreads == pytest.approx([math.exp(-1), math.exp(-1) / 2], rel=0.06)
     agent = script.load_agent(run_dir)
     raw_obs = torch.zeros(4096, agent.obs_rms.mean.shape[0])
     sampled = agent.predict(raw_obs, deterministic=False)
     sampled = sampled[0] if script.__name__ == "ppo_rnn" else sampled
-    assert sampled.std() == pytest.approx(math.exp(-1) / 2**0.5, rel=0.06)
+    assert sampled.std() == pytest.approx(math.exp(-1) / 2, rel=0.06)
 
 
 def test_desired_kl_moves_the_learning_rate(script, small_args):
