@@ -83,6 +83,8 @@ def test_shared_memory(script, monkeypatch):
         length = int(torch.randint(1, 100, (), generator=torch.Generator().manual_seed(number)))
         return torch.randn(length, generator=generator, dtype=(torch.float32, torch.float64)[number % 2])
 
+    wrong = []  # asserted at the end: the others would wait for a thread that fails
+
     def talk(rank):
         memory, pace = script.SharedMemory(store, rank, 3), random.Random(rank)
         for number in range(200):
@@ -91,11 +93,12 @@ def test_shared_memory(script, monkeypatch):
             time.sleep(pace.random() * 1e-3)
             for other in range(3):
                 expected = message_of(other, number)
-                assert torch.equal(rows[other, : len(expected)], expected)
+                wrong.append(not torch.equal(rows[other, : len(expected)], expected))
         return memory
 
     with ThreadPoolExecutor(3) as pool:
         memory, *_ = pool.map(talk, range(3))
+    assert len(wrong) == 3 * 200 * 3 and not any(wrong)
     gone = subprocess.Popen(["true"])
     gone.wait()
     memory.processes[1] = gone.pid
