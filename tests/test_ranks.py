@@ -2,8 +2,10 @@
 
 import csv
 import os
+import platform
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -70,7 +72,7 @@ def test_two_ranks_train_as_one(script, tmp_path, monkeypatch, shared_memory):
     assert steps == sorted(steps) and sum(int(row["episodic_length"]) for row in rows) > 400  # of both
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is used on Linux only")
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="what SharedMemory is for")
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_shared_memory(script, monkeypatch):
     """Messages of any length, kind and pace: all get all, also who reads late. A rank that has ended is noticed."""
@@ -102,8 +104,15 @@ def test_shared_memory(script, monkeypatch):
     gone = subprocess.Popen(["true"])
     gone.wait()
     memory.processes[1] = gone.pid
+
+    def give_up(*_):
+        raise TimeoutError("waits for ever for a rank that has ended")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
     with pytest.raises(SystemExit, match="1"):
         script.talk_to_ranks(memory.exchange, torch.zeros(1))
+    signal.alarm(0)
 
 
 def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatch):
