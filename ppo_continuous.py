@@ -34,9 +34,10 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (100 x 20), a KL limit that only binds where updates are far too large, and
-    little noise, a standard deviation of exp(-0.5) that falls linearly to 0 beside what the policy learns
-    (--anneal-std), carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
+ 9. Many environments with short rollouts (100 x 20) whose episodes do not all end together (--stagger-envs); a KL limit
+    that at first only binds where updates are far too large, and falls to 0 (--anneal-kl); little noise, a standard
+    deviation of at most exp(-0.5), which falls to 0 too (--anneal-std), but not too little in between (--log-std-min):
+    these carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
@@ -95,6 +96,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
+    stagger_envs: bool = True  # cut the first episodes (not logged): no common time limit, all phases in every batch
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -116,12 +118,13 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
+    anneal_kl: bool = True  # lower --target-kl linearly to 0 over the run
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned
+    anneal_std: bool = True  # lower the upper bound of the standard deviation linearly from its start to 0
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
-    log_std_min: float | None = None  # lower bound of the log_std that is learned, before --anneal-std; None: none
-    log_std_max: float | None = None  # upper bound; None: none
+    log_std_min: float | None = -1.5  # lower bound of log_std, until that of --anneal-std is below; None: none
+    log_std_max: float | None = None  # upper bound of log_std, beside that of --anneal-std; None: none
 
 
 def fail(message, code=2):
@@ -167,8 +170,10 @@ def check_args(args):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if (batch_size := args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch_size}")
-    if None not in (args.log_std_min, args.log_std_max) and args.log_std_min > args.log_std_max:
-        fail(f"--log-std-min {args.log_std_min} is above --log-std-max {args.log_std_max}")
+    if args.log_std_min is not None and args.log_std_init < args.log_std_min:
+        fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
+    if args.log_std_max is not None and args.log_std_init > args.log_std_max:
+        fail(f"--log-std-init {args.log_std_init} is above --log-std-max {args.log_std_max}")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
@@ -187,6 +192,20 @@ def quiet_mujoco():
         pass
 
 
+class StaggeredStart(gym.Wrapper):
+    """Cuts an episode once, after `steps_left` steps: environments that began together, and whose episodes only a time
+    limit ends, would stay in step for ever, and every batch would come from one phase of the episode."""
+
+    steps_left = 0  # never, unless make_envs says when
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.steps_left -= 1
+        if self.steps_left == 0 and not (terminated or truncated):
+            return obs, reward, False, True, info | {"cut": True}
+        return obs, reward, terminated, truncated, info
+
+
 def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
@@ -195,11 +214,11 @@ def make_envs(args, num_envs):
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
     make = partial(make, vector_kwargs={"autoreset_mode": same_step})
     try:
-        envs = make()
+        envs = make(wrappers=[StaggeredStart])
         obs_space = envs.single_observation_space
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
-            envs = make(wrappers=[gym.wrappers.FlattenObservation])
+            envs = make(wrappers=[StaggeredStart, gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
@@ -210,6 +229,10 @@ def make_envs(args, num_envs):
         kind = type(envs.single_action_space).__name__
         hint = "use ppo_discrete.py" if "Discrete" in kind else "a Box of real numbers is needed"
         fail(f"{args.env_id} has {kind} actions: {hint}")
+    if args.stagger_envs and envs.spec.max_episode_steps:
+        first = int(os.environ.get("RANK", 0)) * num_envs  # of this rank
+        parts = (np.arange(first, first + num_envs) + 1) / args.num_envs
+        envs.set_attr("steps_left", np.ceil(parts * envs.spec.max_episode_steps).astype(int).tolist())
     return envs
 
 
@@ -281,7 +304,9 @@ class Agent(nn.Module):
         self.register_buffer("action_high", torch.as_tensor(action_high))  # (A,)
         self.obs_rms = RunningMeanStd((obs_size,))
         self.return_rms = RunningMeanStd((1,))
-        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
+        low, high = args.log_std_min, args.log_std_max
+        bounds = [-1e9 if low is None else low, 1e9 if high is None else high]
+        self.register_buffer("log_std_bounds", torch.tensor(bounds))
         self.critic = mlp(obs_size, 1, std=1.0)
         self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, std=0.01)
         if not args.state_dependent_std:
@@ -305,9 +330,15 @@ class Agent(nn.Module):
         else:
             mean = self.actor(obs)
             log_std = self.log_std.expand_as(mean)
-        if self.args.log_std_min is not None or self.args.log_std_max is not None:
-            log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
-        return mean, log_std + self.log_std_shift
+        return mean, log_std.clamp(*self.log_std_bounds)
+
+    @torch.no_grad()
+    def anneal_std(self, remaining):
+        """Let the standard deviation be at most what remains of the initial one; a lower bound above that gives way. A
+        learned log_std moves along, for outside its bounds it would have no gradient and stay there."""
+        self.log_std_bounds.clamp_(max=self.args.log_std_init + math.log(remaining))
+        if not self.args.state_dependent_std:
+            self.log_std.clamp_(*self.log_std_bounds)
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...).
@@ -447,7 +478,7 @@ class SharedMemory:
         path = store.get("shared memory").decode()
         self.numbers, self.processes = np.asarray(np.memmap(path, np.int64, "r+", shape=(2, num_ranks)))
         rows = np.memmap(path, np.uint8, "r+", offset=4096 * num_ranks, shape=(2, num_ranks, self.row_bytes))
-        self.rows = torch.from_numpy(rows)
+        self.rows = np.asarray(rows)
         self.processes[rank] = os.getpid()
         dist.barrier()
 
@@ -495,7 +526,8 @@ def average_over_ranks(*tensors):
         return
     message = torch.cat([x.flatten() for x in tensors])
     if shared_memory and message.nbytes <= shared_memory.row_bytes:
-        message = talk_to_ranks(shared_memory.exchange, message)[:, : len(message)].mean(0)
+        rows = talk_to_ranks(shared_memory.exchange, message.numpy())
+        message = torch.from_numpy(rows[:, : len(message)].sum(0) / len(rows))
     else:
         talk_to_ranks(dist.all_reduce, message)
         message /= dist.get_world_size()
@@ -508,8 +540,8 @@ def gather_from_ranks(value):
     if not dist.is_initialized():
         return [value]
     if shared_memory:
-        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return [pickle.loads(row.numpy()) for row in talk_to_ranks(shared_memory.exchange, message)]
+        message = np.frombuffer(pickle.dumps(value), np.uint8)
+        return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
@@ -788,7 +820,7 @@ def train(args, stop_signals=()):
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
-    episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+    episode_returns, episode_lengths, no_cuts = np.zeros(N), np.zeros(N, dtype=int), np.zeros(N, bool)
 
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds.
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs)
@@ -806,8 +838,10 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
+        if args.target_kl is not None:
+            kl_limit = 1.5 * args.target_kl * (remaining if args.anneal_kl else 1.0)
         if args.anneal_std:
-            agent.log_std_shift.fill_(math.log(remaining))
+            agent.anneal_std(remaining)
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]
@@ -828,8 +862,9 @@ def train(args, stop_signals=()):
                 raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
                 final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
             for n in np.flatnonzero(terminated | truncated):
-                seconds = seconds_before + time.time() - start_time
-                episodes.append((global_step, episode_returns[n], episode_lengths[n], seconds))
+                if not infos["final_info"].get("cut", no_cuts)[n]:
+                    seconds = seconds_before + time.time() - start_time
+                    episodes.append((global_step, episode_returns[n], episode_lengths[n], seconds))
                 episode_returns[n] = episode_lengths[n] = 0
 
         # -------------------------------------------------------------------------------------------- advantages
@@ -858,7 +893,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(*minibatch)
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > kl_limit
                 if stop_update:
                     break
                 apply_gradient(gradient, metrics["approx_kl"])

@@ -125,6 +125,7 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
+    anneal_kl: bool = False  # lower --target-kl linearly to 0 over the run
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
 
 
@@ -520,7 +521,7 @@ class SharedMemory:
         path = store.get("shared memory").decode()
         self.numbers, self.processes = np.asarray(np.memmap(path, np.int64, "r+", shape=(2, num_ranks)))
         rows = np.memmap(path, np.uint8, "r+", offset=4096 * num_ranks, shape=(2, num_ranks, self.row_bytes))
-        self.rows = torch.from_numpy(rows)
+        self.rows = np.asarray(rows)
         self.processes[rank] = os.getpid()
         dist.barrier()
 
@@ -568,7 +569,8 @@ def average_over_ranks(*tensors):
         return
     message = torch.cat([x.flatten() for x in tensors])
     if shared_memory and message.nbytes <= shared_memory.row_bytes:
-        message = talk_to_ranks(shared_memory.exchange, message)[:, : len(message)].mean(0)
+        rows = talk_to_ranks(shared_memory.exchange, message.numpy())
+        message = torch.from_numpy(rows[:, : len(message)].sum(0) / len(rows))
     else:
         talk_to_ranks(dist.all_reduce, message)
         message /= dist.get_world_size()
@@ -581,8 +583,8 @@ def gather_from_ranks(value):
     if not dist.is_initialized():
         return [value]
     if shared_memory:
-        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return [pickle.loads(row.numpy()) for row in talk_to_ranks(shared_memory.exchange, message)]
+        message = np.frombuffer(pickle.dumps(value), np.uint8)
+        return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
@@ -896,6 +898,8 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
+        if args.target_kl is not None:
+            kl_limit = 1.5 * args.target_kl * (remaining if args.anneal_kl else 1.0)
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]
@@ -954,7 +958,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(*minibatch)
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > kl_limit
                 if stop_update:
                     break
                 apply_gradient(gradient, metrics["approx_kl"])

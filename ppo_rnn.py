@@ -111,10 +111,10 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = False  # Box: lower the standard deviation linearly to 0 over the run, beside what is learned
+    anneal_std: bool = False  # Box: lower the upper bound of the standard deviation linearly from its start to 0
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
-    log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
-    log_std_max: float | None = None  # Box: upper bound; None: none
+    log_std_min: float | None = None  # Box: lower bound of log_std, until that of --anneal-std is below; None: none
+    log_std_max: float | None = None  # Box: upper bound of log_std, beside that of --anneal-std; None: none
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
@@ -133,6 +133,7 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
+    anneal_kl: bool = False  # lower --target-kl linearly to 0 over the run
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
 
 
@@ -179,8 +180,10 @@ def check_args(args):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if (num_envs := args.num_envs // num_ranks) % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}: they are whole columns")
-    if None not in (args.log_std_min, args.log_std_max) and args.log_std_min > args.log_std_max:
-        fail(f"--log-std-min {args.log_std_min} is above --log-std-max {args.log_std_max}")
+    if args.log_std_min is not None and args.log_std_init < args.log_std_min:
+        fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
+    if args.log_std_max is not None and args.log_std_init > args.log_std_max:
+        fail(f"--log-std-init {args.log_std_init} is above --log-std-max {args.log_std_max}")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
@@ -387,7 +390,9 @@ class Agent(nn.Module):
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd((1,))
-        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
+        low, high = args.log_std_min, args.log_std_max
+        bounds = [-1e9 if low is None else low, 1e9 if high is None else high]
+        self.register_buffer("log_std_bounds", torch.tensor(bounds))
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
@@ -446,9 +451,15 @@ class Agent(nn.Module):
             log_std = log_std + self.args.log_std_init
         else:
             log_std = self.log_std.expand_as(mean)
-        if self.args.log_std_min is not None or self.args.log_std_max is not None:
-            log_std = log_std.clamp(self.args.log_std_min, self.args.log_std_max)
-        return mean, log_std + self.log_std_shift
+        return mean, log_std.clamp(*self.log_std_bounds)
+
+    @torch.no_grad()
+    def anneal_std(self, remaining):
+        """Let the standard deviation be at most what remains of the initial one; a lower bound above that gives way. A
+        learned log_std moves along, for outside its bounds it would have no gradient and stay there."""
+        self.log_std_bounds.clamp_(max=self.args.log_std_init + math.log(remaining))
+        if not (self.is_discrete or self.args.state_dependent_std):
+            self.log_std.clamp_(*self.log_std_bounds)
 
     def get_action_and_value(self, features, action=None, action_mask=None):
         """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).
@@ -637,7 +648,7 @@ class SharedMemory:
         path = store.get("shared memory").decode()
         self.numbers, self.processes = np.asarray(np.memmap(path, np.int64, "r+", shape=(2, num_ranks)))
         rows = np.memmap(path, np.uint8, "r+", offset=4096 * num_ranks, shape=(2, num_ranks, self.row_bytes))
-        self.rows = torch.from_numpy(rows)
+        self.rows = np.asarray(rows)
         self.processes[rank] = os.getpid()
         dist.barrier()
 
@@ -685,7 +696,8 @@ def average_over_ranks(*tensors):
         return
     message = torch.cat([x.flatten() for x in tensors])
     if shared_memory and message.nbytes <= shared_memory.row_bytes:
-        message = talk_to_ranks(shared_memory.exchange, message)[:, : len(message)].mean(0)
+        rows = talk_to_ranks(shared_memory.exchange, message.numpy())
+        message = torch.from_numpy(rows[:, : len(message)].sum(0) / len(rows))
     else:
         talk_to_ranks(dist.all_reduce, message)
         message /= dist.get_world_size()
@@ -698,8 +710,8 @@ def gather_from_ranks(value):
     if not dist.is_initialized():
         return [value]
     if shared_memory:
-        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return [pickle.loads(row.numpy()) for row in talk_to_ranks(shared_memory.exchange, message)]
+        message = np.frombuffer(pickle.dumps(value), np.uint8)
+        return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
@@ -1029,8 +1041,10 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
+        if args.target_kl is not None:
+            kl_limit = 1.5 * args.target_kl * (remaining if args.anneal_kl else 1.0)
         if args.anneal_std:
-            agent.log_std_shift.fill_(math.log(remaining))
+            agent.anneal_std(remaining)
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]
@@ -1087,7 +1101,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > kl_limit
                 if stop_update:
                     break
                 apply_gradient(gradient, metrics["approx_kl"])

@@ -86,7 +86,11 @@ BAD = {
 BAD_FOR = {
     "ppo_continuous": {
         "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
-        "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
+        "outside its bounds": (
+            {"log_std_init": 0.1, "log_std_max": 0},
+            "--log-std-init 0.1 is above --log-std-max 0.0",
+        ),
+        "below its bound": ({"log_std_init": -2, "log_std_min": -1}, "--log-std-init -2.0 is below --log-std-min -1.0"),
         "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
     },
     "ppo_discrete": {
@@ -101,7 +105,11 @@ BAD_FOR = {
             "--num-minibatches 8 must divide num_envs = 4",
         ),
         "no such cell": ({"cell": "rnn"}, None),
-        "reversed bounds": ({"log_std_min": 1.0, "log_std_max": -1.0}, "--log-std-min"),
+        "outside its bounds": (
+            {"log_std_init": 0.1, "log_std_max": 0},
+            "--log-std-init 0.1 is above --log-std-max 0.0",
+        ),
+        "below its bound": ({"log_std_init": -2, "log_std_min": -1}, "--log-std-init -2.0 is below --log-std-min -1.0"),
         "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
     },
 }

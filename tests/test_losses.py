@@ -237,7 +237,7 @@ def test_compiled_equals_eager(script, small_args, flags):
     fresh = make_agent(script, obs_size, actions, **flags, **hidden).state_dict()
     assert all(fresh[name].shape == tensor.shape for name, tensor in eager[0].items())
     assert fresh.keys() == eager[0].keys()
-    constant = [] if getattr(agent.args, "anneal_std", False) else ["log_std_shift"]
+    constant = [] if getattr(agent.args, "anneal_std", False) else ["log_std_bounds"]
     for name, tensor in fresh.items():
         if not name.startswith("action_") and name not in constant:
             assert not torch.equal(tensor, compiled[0][name]), f"{name} did not change"
@@ -285,27 +285,38 @@ def test_permutations_and_annealing(script, small_args, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
-@pytest.mark.parametrize(
-    "learned",
-    [
-        {"log_std_init": -1.0},
-        {"log_std_init": -1.0, "state_dependent_std": True},
-        {"log_std_init": -3.0, "log_std_min": -1.0},
-    ],
-)
-def test_anneal_std(script, small_args, minibatches, learned):
-    """With nothing learned the actions spread as --log-std-init or a bound says in the first iteration, and then
-    half of that; an evaluation that samples spreads like the last iteration."""
-    flags = learned | {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "anneal_std": True}
-    flags |= {"num_envs": 64, "num_steps": 32}
-    _, run_dir = script.train(small_args(total_timesteps=4096, **flags))
+@pytest.mark.parametrize("state_dependent_std", [False, True])
+@pytest.mark.parametrize("log_std_min", [None, -1.2])
+def test_anneal_std(script, small_args, minibatches, state_dependent_std, log_std_min):
+    """With nothing learned the actions spread as --log-std-init says in the first iteration, then linearly less, below
+    a lower bound too; an evaluation that samples spreads like the last iteration."""
+    flags = {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "anneal_std": True, "log_std_init": -1.0}
+    flags |= {"state_dependent_std": state_dependent_std, "log_std_min": log_std_min, "num_envs": 64, "num_steps": 32}
+    _, run_dir = script.train(small_args(total_timesteps=3 * 2048, **flags))
     spreads = [float(actions.std()) for _, _, _, _, actions, *_ in minibatches]
-    assert spreads == pytest.approx([math.exp(-1), math.exp(-1) / 2], rel=0.06)
+    assert spreads == pytest.approx([math.exp(-1) * part for part in (1, 2 / 3, 1 / 3)], rel=0.06)
     agent = script.load_agent(run_dir)
     raw_obs = torch.zeros(4096, agent.obs_rms.mean.shape[0])
     sampled = agent.predict(raw_obs, deterministic=False)
     sampled = sampled[0] if script.__name__ == "ppo_rnn" else sampled
-    assert sampled.std() == pytest.approx(math.exp(-1) / 2, rel=0.06)
+    assert sampled.std() == pytest.approx(math.exp(-1) / 3, rel=0.06)
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+def test_anneal_std_bounds_what_is_learned(script):
+    """A learned log_std above the bound comes down to it, one below the lower bound up, and both can go on from there;
+    one between them stays. At the end the lower bound gives way."""
+    agent = make_agent(script, log_std_init=0.0, log_std_min=-1.5)
+    agent.log_std.data = torch.tensor([0.7, -1.0, -3.0])
+    agent.anneal_std(0.5)
+    expected = torch.tensor([math.log(0.5), -1.0, -1.5])
+    _, log_std = agent.get_mean_and_log_std(torch.zeros(1, 3))
+    torch.testing.assert_close(log_std[0].detach(), expected)
+    torch.testing.assert_close(agent.log_std.detach(), expected)
+    log_std.sum().backward()
+    assert agent.log_std.grad.tolist() == [1, 1, 1]
+    agent.anneal_std(0.01)
+    torch.testing.assert_close(agent.log_std.detach(), torch.full((3,), math.log(0.01)))
 
 
 def test_desired_kl_moves_the_learning_rate(script, small_args):

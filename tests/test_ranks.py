@@ -81,9 +81,8 @@ def test_shared_memory(script, monkeypatch):
     monkeypatch.setattr(script.SharedMemory, "row_bytes", 800)
 
     def message_of(rank, number):
-        generator = torch.Generator().manual_seed(3 * number + rank)
-        length = int(torch.randint(1, 100, (), generator=torch.Generator().manual_seed(number)))
-        return torch.randn(length, generator=generator, dtype=(torch.float32, torch.float64)[number % 2])
+        length = random.Random(number).randrange(1, 100)
+        return np.random.default_rng([number, rank]).random(length, (np.float32, np.float64)[number % 2])
 
     wrong = []  # asserted at the end: the others would wait for a thread that fails
 
@@ -95,7 +94,7 @@ def test_shared_memory(script, monkeypatch):
             time.sleep(pace.random() * 1e-3)
             for other in range(3):
                 expected = message_of(other, number)
-                wrong.append(not torch.equal(rows[other, : len(expected)], expected))
+                wrong.append(not np.array_equal(rows[other, : len(expected)], expected))
         return memory
 
     with ThreadPoolExecutor(3) as pool:
@@ -111,7 +110,7 @@ def test_shared_memory(script, monkeypatch):
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(30)
     with pytest.raises(SystemExit, match="1"):
-        script.talk_to_ranks(memory.exchange, torch.zeros(1))
+        script.talk_to_ranks(memory.exchange, np.zeros(1))
     signal.alarm(0)
 
 

@@ -243,6 +243,36 @@ def test_asynchronous_environments(script, small_args):
     assert_same_learner(one, two)
 
 
+@pytest.mark.parametrize("async_envs", [False, True])
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_stagger_envs(script, small_args, async_envs):
+    """Four environments whose episodes only end at a limit of 200 steps are cut once after 50, 100 and 150, the fourth
+    never: whole episodes end one after the other, and only those are logged. Without it they all end together."""
+    args = {
+        "env_id": "Pendulum-v1",
+        "num_envs": 4,
+        "num_steps": 50,
+        "total_timesteps": 4 * 450,
+        "async_envs": async_envs,
+    }
+    for stagger_envs, ends in (True, [200, 250, 300, 350, 400, 450]), (False, [200] * 4 + [400] * 4):
+        _, run_dir = script.train(small_args(stagger_envs=stagger_envs, **args))
+        table = rows(run_dir)[1:]
+        assert [int(row[0]) for row in table] == [4 * end for end in ends] and {row[2] for row in table} == {"200"}
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_ranks_stagger_as_one_process(script, small_args, monkeypatch):
+    args = small_args(env_id="Pendulum-v1", num_envs=4)
+    parts = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        envs = script.make_envs(args, 2)
+        parts.append(list(envs.get_attr("steps_left")))
+        envs.close()
+    assert parts == [[50, 100], [150, 200]]
+
+
 def test_episodes_span_rollouts(script, small_args):
     """Chain episodes of 3, 5, 2 and 7 steps in rollouts of 4: whole lengths and raw, undiscounted returns."""
     _, run_dir = script.train(

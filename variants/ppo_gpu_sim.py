@@ -607,7 +607,7 @@ class SharedMemory:
         path = store.get("shared memory").decode()
         self.numbers, self.processes = np.asarray(np.memmap(path, np.int64, "r+", shape=(2, num_ranks)))
         rows = np.memmap(path, np.uint8, "r+", offset=4096 * num_ranks, shape=(2, num_ranks, self.row_bytes))
-        self.rows = torch.from_numpy(rows)
+        self.rows = np.asarray(rows)
         self.processes[rank] = os.getpid()
         dist.barrier()
 
@@ -655,7 +655,8 @@ def average_over_ranks(*tensors):
         return
     message = torch.cat([x.flatten() for x in tensors])
     if shared_memory and message.nbytes <= shared_memory.row_bytes:
-        message = talk_to_ranks(shared_memory.exchange, message)[:, : len(message)].mean(0)
+        rows = talk_to_ranks(shared_memory.exchange, message.numpy())
+        message = torch.from_numpy(rows[:, : len(message)].sum(0) / len(rows))
     else:
         talk_to_ranks(dist.all_reduce, message)
         message /= dist.get_world_size()
@@ -668,8 +669,8 @@ def gather_from_ranks(value):
     if not dist.is_initialized():
         return [value]
     if shared_memory:
-        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return [pickle.loads(row.numpy()) for row in talk_to_ranks(shared_memory.exchange, message)]
+        message = np.frombuffer(pickle.dumps(value), np.uint8)
+        return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
