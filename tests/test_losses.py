@@ -262,6 +262,25 @@ def test_target_kl_stops_before_the_step(script, small_args, monkeypatch):
     assert scalars(run_dir)["losses/approx_kl"][0][1] == pytest.approx((0.002 + 0.009 + 0.011 + 0.016) / 4)
 
 
+@pytest.mark.parametrize("anneal_kl, steps_expected", [(False, [2, 2, 2, 2]), (True, [2, 2, 0, 0])])
+def test_anneal_kl(script, small_args, monkeypatch, anneal_kl, steps_expected):
+    """A KL of 0.02 is within 1.5 times its target, and within 3/4 of that, but not within a half or a quarter."""
+    original = script.ppo_loss
+
+    def with_given_kl(*minibatch):
+        loss, metrics = original(*minibatch)
+        return loss, metrics | {"approx_kl": torch.tensor(0.02)}
+
+    monkeypatch.setattr(script, "ppo_loss", with_given_kl)
+    clip, steps, until = script.clip_grad_norm_, [], [0]
+    monkeypatch.setattr(script, "clip_grad_norm_", lambda *a, **k: (steps.append(1), clip(*a, **k)))
+    # Called at the end of an iteration.
+    monkeypatch.setattr(script, "explained_variance", lambda *a: until.append(len(steps)) or torch.zeros(()))
+    args = {"total_timesteps": 256, "num_minibatches": 2, "update_epochs": 1, "target_kl": 0.02}
+    script.train(small_args(**args, anneal_kl=anneal_kl))
+    assert np.diff(until).tolist() == steps_expected
+
+
 def test_permutations_and_annealing(script, small_args, monkeypatch):
     """Every sample once per epoch, in a new order every time; learning rate and clip range fall linearly, the first
     iteration having all of them and the last a part that is not zero (as in CleanRL)."""
