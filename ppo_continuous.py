@@ -34,10 +34,10 @@ Choices, where implementations of PPO differ:
  7. --target-kl ends an update before the first step whose minibatch has an approximate KL over 1.5 times the target
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
- 9. Many environments with short rollouts (100 x 20) whose episodes do not all end together (--stagger-envs); a KL limit
-    that at first only binds where updates are far too large, and falls to 0 (--anneal-kl); little noise, a standard
-    deviation of at most exp(-0.5), which falls to 0 too (--anneal-std), but not too little in between (--log-std-min):
-    these carry the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
+ 9. Many environments with short rollouts (100 x 20) whose episodes do not all end together (--stagger-envs), a KL limit
+    that only binds where updates are far too large, and little noise, a learned standard deviation between exp(-1.5)
+    and exp(-0.5) times a cosine that falls from 1 to 0 over the run (--log-std-min, --log-std-max, --anneal-std), carry
+    the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
@@ -118,13 +118,12 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
-    anneal_kl: bool = True  # lower --target-kl linearly to 0 over the run
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = True  # lower the upper bound of the standard deviation linearly from its start to 0
+    anneal_std: bool = True  # lower the standard deviation to 0 along a cosine, beside what is learned of it
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
-    log_std_min: float | None = -1.5  # lower bound of log_std, until that of --anneal-std is below; None: none
-    log_std_max: float | None = None  # upper bound of log_std, beside that of --anneal-std; None: none
+    log_std_min: float | None = -1.5  # lower bound of the log_std that is learned, before --anneal-std; None: none
+    log_std_max: float | None = -0.5  # upper bound of the log_std that is learned, before --anneal-std; None: none
 
 
 def fail(message, code=2):
@@ -304,9 +303,7 @@ class Agent(nn.Module):
         self.register_buffer("action_high", torch.as_tensor(action_high))  # (A,)
         self.obs_rms = RunningMeanStd((obs_size,))
         self.return_rms = RunningMeanStd((1,))
-        low, high = args.log_std_min, args.log_std_max
-        bounds = [-1e9 if low is None else low, 1e9 if high is None else high]
-        self.register_buffer("log_std_bounds", torch.tensor(bounds))
+        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
         self.critic = mlp(obs_size, 1, std=1.0)
         self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, std=0.01)
         if not args.state_dependent_std:
@@ -330,15 +327,12 @@ class Agent(nn.Module):
         else:
             mean = self.actor(obs)
             log_std = self.log_std.expand_as(mean)
-        return mean, log_std.clamp(*self.log_std_bounds)
+        return mean, self.clamp_log_std(log_std) + self.log_std_shift
 
-    @torch.no_grad()
-    def anneal_std(self, remaining):
-        """Let the standard deviation be at most what remains of the initial one; a lower bound above that gives way. A
-        learned log_std moves along, for outside its bounds it would have no gradient and stay there."""
-        self.log_std_bounds.clamp_(max=self.args.log_std_init + math.log(remaining))
-        if not self.args.state_dependent_std:
-            self.log_std.clamp_(*self.log_std_bounds)
+    def clamp_log_std(self, log_std):
+        if self.args.log_std_min is None and self.args.log_std_max is None:
+            return log_std
+        return log_std.clamp(self.args.log_std_min, self.args.log_std_max)
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...).
@@ -838,10 +832,10 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        if args.target_kl is not None:
-            kl_limit = 1.5 * args.target_kl * (remaining if args.anneal_kl else 1.0)
         if args.anneal_std:
-            agent.anneal_std(remaining)
+            agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)))
+        if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
+            agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]
@@ -893,7 +887,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(*minibatch)
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > kl_limit
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
                 if stop_update:
                     break
                 apply_gradient(gradient, metrics["approx_kl"])

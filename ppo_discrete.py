@@ -125,7 +125,6 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    anneal_kl: bool = False  # lower --target-kl linearly to 0 over the run
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
 
 
@@ -898,8 +897,6 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        if args.target_kl is not None:
-            kl_limit = 1.5 * args.target_kl * (remaining if args.anneal_kl else 1.0)
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]
@@ -958,7 +955,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(*minibatch)
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > kl_limit
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
                 if stop_update:
                     break
                 apply_gradient(gradient, metrics["approx_kl"])

@@ -111,10 +111,10 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = False  # Box: lower the upper bound of the standard deviation linearly from its start to 0
+    anneal_std: bool = False  # Box: lower the standard deviation to 0 along a cosine, beside what is learned of it
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
-    log_std_min: float | None = None  # Box: lower bound of log_std, until that of --anneal-std is below; None: none
-    log_std_max: float | None = None  # Box: upper bound of log_std, beside that of --anneal-std; None: none
+    log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
+    log_std_max: float | None = None  # Box: upper bound of the log_std that is learned, before --anneal-std; None: none
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
@@ -133,7 +133,6 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    anneal_kl: bool = False  # lower --target-kl linearly to 0 over the run
     desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
 
 
@@ -390,9 +389,7 @@ class Agent(nn.Module):
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd((1,))
-        low, high = args.log_std_min, args.log_std_max
-        bounds = [-1e9 if low is None else low, 1e9 if high is None else high]
-        self.register_buffer("log_std_bounds", torch.tensor(bounds))
+        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
@@ -451,15 +448,12 @@ class Agent(nn.Module):
             log_std = log_std + self.args.log_std_init
         else:
             log_std = self.log_std.expand_as(mean)
-        return mean, log_std.clamp(*self.log_std_bounds)
+        return mean, self.clamp_log_std(log_std) + self.log_std_shift
 
-    @torch.no_grad()
-    def anneal_std(self, remaining):
-        """Let the standard deviation be at most what remains of the initial one; a lower bound above that gives way. A
-        learned log_std moves along, for outside its bounds it would have no gradient and stay there."""
-        self.log_std_bounds.clamp_(max=self.args.log_std_init + math.log(remaining))
-        if not (self.is_discrete or self.args.state_dependent_std):
-            self.log_std.clamp_(*self.log_std_bounds)
+    def clamp_log_std(self, log_std):
+        if self.args.log_std_min is None and self.args.log_std_max is None:
+            return log_std
+        return log_std.clamp(self.args.log_std_min, self.args.log_std_max)
 
     def get_action_and_value(self, features, action=None, action_mask=None):
         """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).
@@ -1041,10 +1035,10 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        if args.target_kl is not None:
-            kl_limit = 1.5 * args.target_kl * (remaining if args.anneal_kl else 1.0)
         if args.anneal_std:
-            agent.anneal_std(remaining)
+            agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)))
+        if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
+            agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]
@@ -1101,7 +1095,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > kl_limit
+                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
                 if stop_update:
                     break
                 apply_gradient(gradient, metrics["approx_kl"])
