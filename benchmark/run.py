@@ -52,7 +52,7 @@ SUITES = {  # script, task, flags
         ("ppo_discrete", "MountainCar-v0", ""),
         ("ppo_discrete", "Taxi-v4", ""),
         ("ppo_continuous", "Pendulum-v1", f"--total-timesteps 300000 {PENDULUM}"),
-        ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000 --log-std-init 1"),
+        ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000 --log-std-init 1 --log-std-max 1"),
     ],
     "mujoco": [("ppo_continuous", f"{name}-v4", "") for name in MUJOCO.split()],
     "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],

@@ -86,10 +86,7 @@ BAD = {
 BAD_FOR = {
     "ppo_continuous": {
         "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
-        "outside its bounds": (
-            {"log_std_init": 0.1, "log_std_max": 0},
-            "--log-std-init 0.1 is above --log-std-max 0.0",
-        ),
+        "above its bound": ({"log_std_init": 0.1, "log_std_max": 0}, "--log-std-init 0.1 is above --log-std-max 0.0"),
         "below its bound": ({"log_std_init": -2, "log_std_min": -1}, "--log-std-init -2.0 is below --log-std-min -1.0"),
         "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
     },
@@ -105,10 +102,7 @@ BAD_FOR = {
             "--num-minibatches 8 must divide num_envs = 4",
         ),
         "no such cell": ({"cell": "rnn"}, None),
-        "outside its bounds": (
-            {"log_std_init": 0.1, "log_std_max": 0},
-            "--log-std-init 0.1 is above --log-std-max 0.0",
-        ),
+        "above its bound": ({"log_std_init": 0.1, "log_std_max": 0}, "--log-std-init 0.1 is above --log-std-max 0.0"),
         "below its bound": ({"log_std_init": -2, "log_std_min": -1}, "--log-std-init -2.0 is below --log-std-min -1.0"),
         "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
     },

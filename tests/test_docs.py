@@ -75,6 +75,7 @@ MUJOCO |= {
     "norm_reward": True,
     "log_std_init": 0.0,
     "log_std_min": None,
+    "log_std_max": None,
     "anneal_std": False,
     "state_dependent_std": False,
 }
