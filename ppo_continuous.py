@@ -195,7 +195,7 @@ class StaggeredStart(gym.Wrapper):
     """Cuts an episode once, after `steps_left` steps: environments that began together, and whose episodes only a time
     limit ends, would stay in step for ever, and every batch would come from one phase of the episode."""
 
-    steps_left = 0  # never, unless make_envs says when
+    steps_left = 0  # never, unless it is set
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -228,10 +228,6 @@ def make_envs(args, num_envs):
         kind = type(envs.single_action_space).__name__
         hint = "use ppo_discrete.py" if "Discrete" in kind else "a Box of real numbers is needed"
         fail(f"{args.env_id} has {kind} actions: {hint}")
-    if args.stagger_envs and envs.spec.max_episode_steps:
-        first = int(os.environ.get("RANK", 0)) * num_envs  # of this rank
-        parts = (np.arange(first, first + num_envs) + 1) / args.num_envs
-        envs.set_attr("steps_left", np.ceil(parts * envs.spec.max_episode_steps).astype(int).tolist())
     return envs
 
 
@@ -819,6 +815,9 @@ def train(args, stop_signals=()):
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds.
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs)
     seeds = seeds[rank * N : (rank + 1) * N]
+    if args.stagger_envs and (limit := envs.spec.max_episode_steps):
+        first_ends = np.ceil(np.linspace(0, limit, args.num_envs + 1)[1:]).astype(int)
+        envs.set_attr("steps_left", first_ends[rank * N : (rank + 1) * N].tolist())
     next_obs, _ = envs.reset(seed=seeds.tolist())
     start_time, start_step = time.time(), global_step
     progress = {"total": num_iterations * T * args.num_envs, "initial": global_step, "unit": "step", "unit_scale": True}

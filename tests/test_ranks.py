@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TESTS, flags_of, probe
+from conftest import REAL_ENV, ROOT, TESTS, flags_of, probe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 SETTINGS = {"total_timesteps": 512, "num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 3}
@@ -115,8 +115,8 @@ def test_shared_memory(script, monkeypatch):
 
 
 def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatch):
-    """Ranks split the environments of a single process, and its seeds."""
-    seeds = []
+    """Ranks split the environments of a single process, its seeds, and when each first episode is cut."""
+    seeds, first_ends = [], []
 
     class Stop(Exception):
         pass
@@ -126,6 +126,8 @@ def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatc
 
         def reset(seed):
             seeds.append(list(seed))
+            if hasattr(args, "stagger_envs"):
+                first_ends.append(list(envs.get_attr("steps_left")))
             raise Stop
 
         envs.reset = reset
@@ -140,8 +142,10 @@ def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatc
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("LOCAL_RANK", str(rank))
             with pytest.raises(Stop):
-                script.train(small_args(num_envs=8))
+                script.train(small_args(num_envs=8, env_id=REAL_ENV[script.__name__]))
     assert len(set(seeds[0])) == 8 and seeds[1] + seeds[2] == seeds[0]
+    if first_ends:
+        assert first_ends[0] == [125, 250, 375, 500, 625, 750, 875, 1000] == first_ends[1] + first_ends[2]
 
 
 def wait_for(condition, seconds=100):

@@ -261,18 +261,6 @@ def test_stagger_envs(script, small_args, async_envs):
         assert [int(row[0]) for row in table] == [4 * end for end in ends] and {row[2] for row in table} == {"200"}
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_ranks_stagger_as_one_process(script, small_args, monkeypatch):
-    args = small_args(env_id="Pendulum-v1", num_envs=4)
-    parts = []
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        envs = script.make_envs(args, 2)
-        parts.append(list(envs.get_attr("steps_left")))
-        envs.close()
-    assert parts == [[50, 100], [150, 200]]
-
-
 def test_episodes_span_rollouts(script, small_args):
     """Chain episodes of 3, 5, 2 and 7 steps in rollouts of 4: whole lengths and raw, undiscounted returns."""
     _, run_dir = script.train(
