@@ -114,7 +114,7 @@ class Args:  # the comments are what --help prints
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
     clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
-    ent_coef: float = 0.0  # weight of the entropy bonus
+    ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
