@@ -123,7 +123,7 @@ class Args:  # the comments are what --help prints
     anneal_std: bool = True  # lower the standard deviation to 0 along a cosine, beside what is learned of it
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
     log_std_min: float | None = -1.5  # lower bound of the log_std that is learned, before --anneal-std; None: none
-    log_std_max: float | None = -0.5  # upper bound of the log_std that is learned, before --anneal-std; None: none
+    log_std_max: float | None = -0.5  # upper bound, the same; for actions beyond 1, in units of the largest; None: none
 
 
 def fail(message, code=2):
@@ -326,9 +326,13 @@ class Agent(nn.Module):
         return mean, self.clamp_log_std(log_std) + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        if self.args.log_std_min is None and self.args.log_std_max is None:
-            return log_std
-        return log_std.clamp(self.args.log_std_min, self.args.log_std_max)
+        """What is learned, between its bounds; the upper one is that of actions that reach to 1, or not so far."""
+        if self.args.log_std_min is not None:
+            log_std = log_std.clamp(min=self.args.log_std_min)
+        if self.args.log_std_max is not None:
+            reach = self.action_high.nan_to_num(posinf=1.0).clamp(min=1.0)
+            log_std = log_std.clamp(max=self.args.log_std_max + reach.log())
+        return log_std
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...).

@@ -314,6 +314,16 @@ def test_log_std_stays_where_it_has_a_gradient(script, small_args):
     assert (agent.log_std < -1.4).all()
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+def test_upper_bound_of_log_std_follows_the_reach_of_actions(script):
+    """Up to the bound where actions end at 1 or before, further where they go further; nothing is known of infinity."""
+    agent = make_agent(script, action_size=4, log_std_init=0.0, log_std_max=0.5)
+    agent.action_high.copy_(torch.tensor([0.4, 1.0, 3.0, math.inf]))
+    agent.log_std.data.fill_(9.0)
+    _, log_std = agent.get_mean_and_log_std(torch.zeros(1, 3))
+    torch.testing.assert_close(log_std[0].detach(), torch.tensor([0.5, 0.5, 0.5 + math.log(3.0), 0.5]))
+
+
 def test_desired_kl_moves_the_learning_rate(script, small_args):
     """A KL far below the desired one drives the learning rate up to its bound, one far above it drives it down."""
     for desired_kl, low, high in [(10.0, 0.0099, 0.0101), (1e-6, 0.9e-5, 1e-4)]:
