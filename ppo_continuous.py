@@ -96,7 +96,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
-    stagger_envs: bool = True  # cut the first episodes (not logged): no common time limit, all phases in every batch
+    stagger_envs: bool = True  # cut first episodes (not logged) short: not all shall reach the time limit at once
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -326,7 +326,8 @@ class Agent(nn.Module):
         return mean, self.clamp_log_std(log_std) + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        """What is learned, between its bounds; the upper one is that of actions that reach to 1, or not so far."""
+        """log_std (..., A) as learned, kept between --log-std-min and --log-std-max, the latter scaled with the largest
+        action where that is above 1: noise that is much for a range of 1 is little for one of 3."""
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:

@@ -451,7 +451,8 @@ class Agent(nn.Module):
         return mean, self.clamp_log_std(log_std) + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        """What is learned, between its bounds; the upper one is that of actions that reach to 1, or not so far."""
+        """log_std (..., A) as learned, kept between --log-std-min and --log-std-max, the latter scaled with the largest
+        action where that is above 1: noise that is much for a range of 1 is little for one of 3."""
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:

@@ -140,9 +140,8 @@ def test_gradient_and_metrics_of_sb3(script):
     )
     sb3.set_logger(Logger(None, []))
     no_bound = {} if discrete else {"log_std_max": None}
-    agent = make_agent(
-        script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, **no_bound
-    )  # 1.0 * 0.5 * MSE == 0.5 * MSE
+    # vf_coef: 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
+    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, **no_bound)
     networks = [(sb3.policy.mlp_extractor.policy_net, agent.actor[:4]), (sb3.policy.action_net, agent.actor[4])]
     networks += [(sb3.policy.mlp_extractor.value_net, agent.critic[:4]), (sb3.policy.value_net, agent.critic[4])]
     for theirs, ours in networks:
