@@ -261,8 +261,10 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
+        # In float64: the sums of millions of rows would lose the digits of the next one in float32.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        # Small: the first rows shall outweigh the mean of 0 and the variance of 1 that stand in for them until then.
         # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
@@ -276,7 +278,7 @@ class RunningMeanStd(nn.Module):
         center = x.mean((0, 1))  # sums of squares around it lose no digits
         x, mean = x - center, self.mean - center
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
-        means = (mean * self.count + x.sum(1).cumsum(0)) / counts
+        means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
         variances = squares / counts - means.square()
         self.mean.copy_(center + means[-1])
@@ -407,7 +409,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
 
     discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, 0 after an end, from one rollout to the next; it and
     return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
-    all_returns = torch.empty_like(rewards, dtype=torch.float64)
+    all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
         discounted_returns.masked_fill_(end, 0.0)
@@ -423,6 +425,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     observation where the episode was truncated, anything where it terminated."""
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
@@ -437,15 +440,17 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
     ended in, in the order of truncations.nonzero(); with a memory, the features of all these."""
-    values = agent.get_value(obs)
-    next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])
+    values = agent.get_value(obs)  # (T, N)
+    next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
+    # The row below a truncated step is the first of the next episode, whose value has nothing to do with it.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
+    # The larger loss, so a lower bound of the objective: clipping takes away what a step gains, never what it loses.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -484,6 +489,7 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
 def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
     """Tensors in and out: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). The KL of the first
     minibatch of an iteration, 0 up to rounding, says nothing and changes nothing."""
+    # Bounded, so that no streak of minibatches can shut it down or blow it up.
     lower = (learning_rate / 1.5).clamp(min=1e-5)
     higher = (learning_rate * 1.5).clamp(max=1e-2)
     too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
@@ -892,14 +898,14 @@ def train(args, stop_signals=()):
 
     while iteration < num_iterations:
         iteration += 1
-        remaining = 1.0 - (iteration - 1) / num_iterations
+        remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
 
         # -------------------------------------------------------------------------------------------- rollout
-        sums_before = [rms.sums() for rms in statistics]
+        sums_before = [rms.sums() for rms in statistics]  # what is added to them until `pool` is this rank's
         episodes, final_obs = [], [obs[0, :0]]
         for t in range(T):
             has_masks = args.mask_actions and "action_mask" in infos
@@ -948,7 +954,7 @@ def train(args, stop_signals=()):
             if epoch > 0 and args.recompute_advantages:
                 values, advantages, returns = estimate_advantages(agent, *rollout)
             # Shuffle the flattened batch (b_, B rows) at once, then cut it into minibatches (mb_, M rows).
-            permutation = torch.randperm(B).to(device)
+            permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
             tensors = (obs, actions, log_probs, values, advantages, returns, action_masks)
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]
             for minibatch in zip(*(x.split(B // args.num_minibatches) for x in b_tensors)):
@@ -956,7 +962,7 @@ def train(args, stop_signals=()):
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
-                if stop_update:
+                if stop_update:  # before the step that would go further
                     break
                 apply_gradient(gradient, metrics["approx_kl"])
             if stop_update:

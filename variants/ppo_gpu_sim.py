@@ -354,8 +354,10 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
+        # In float64: the sums of millions of rows would lose the digits of the next one in float32.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        # Small: the first rows shall outweigh the mean of 0 and the variance of 1 that stand in for them until then.
         # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
@@ -369,7 +371,7 @@ class RunningMeanStd(nn.Module):
         center = x.mean((0, 1))  # sums of squares around it lose no digits
         x, mean = x - center, self.mean - center
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
-        means = (mean * self.count + x.sum(1).cumsum(0)) / counts
+        means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
         variances = squares / counts - means.square()
         self.mean.copy_(center + means[-1])
@@ -485,6 +487,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     observation where the episode was truncated, anything where it terminated."""
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
@@ -521,7 +524,8 @@ def normalize_advantages(advantages):
 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
+    # The larger loss, so a lower bound of the objective: clipping takes away what a step gains, never what it loses.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -571,6 +575,7 @@ def ppo_loss(agent, args, minibatch):
 def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
     """Tensors in and out: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). The KL of the first
     minibatch of an iteration, 0 up to rounding, says nothing and changes nothing."""
+    # Bounded, so that no streak of minibatches can shut it down or blow it up.
     lower = (learning_rate / 1.5).clamp(min=1e-5)
     higher = (learning_rate * 1.5).clamp(max=1e-2)
     too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
@@ -1056,7 +1061,7 @@ def train(args, stop_signals=()):
                 average_over_ranks(*gradients, metrics["kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["kl"].item() > 1.5 * args.target_kl
-                if stop_update:
+                if stop_update:  # before the step that would go further
                     break
                 apply_gradients(*gradients, metrics["kl"])
             if stop_update:

@@ -419,6 +419,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     observation where the episode was truncated, anything where it terminated."""
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
@@ -439,7 +440,8 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
+    # The larger loss, so a lower bound of the objective: clipping takes away what a step gains, never what it loses.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -764,7 +766,7 @@ def train(args, stop_signals=()):
 
     while iteration < num_iterations:
         iteration += 1
-        remaining = 1.0 - (iteration - 1) / num_iterations
+        remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
         for optimizer, rate in zip(optimizers, base_rates):
             optimizer.param_groups[0]["lr"] = rate * (remaining if args.anneal_lr else 1.0)
 
@@ -798,7 +800,7 @@ def train(args, stop_signals=()):
         actor.train(checkpointing), critic.train(checkpointing)  # it asks for that mode; no dropout in either
         for _ in range(args.ppo_epochs):
             # Shuffle the batch, then cut it into minibatches (mb_, M rows).
-            permutation = torch.randperm(B).to(device)
+            permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
             batch = [x[permutation] for x in (sequences, attention_mask, mask, log_probs, values, advantages, returns)]
             for mb_sequences, mb_attention_mask, mb_mask, *old in zip(*(x.split(M) for x in batch)):
                 mb_answers = mb_sequences, mb_attention_mask, mb_mask
