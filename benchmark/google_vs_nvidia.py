@@ -72,13 +72,14 @@ def train_all(args, settings):
         for update in args.updates:
             given = {
                 "update": update.split("+")[0],
-                "exp_name": update,
+                "exp_name": f"{update}-{settings['total_timesteps']}",  # runs of another size are not these
                 "seed": seed,
                 "env_id": "brax/ant",
                 "device": args.device,
             }
             given |= {"num_evaluations": 10, "eval_deterministic": False, "runs_dir": args.runs_dir}
-            folders = Path(args.runs_dir).glob(f"brax-ant__{update.replace('+', '-')}__{seed}__*/evaluations.csv")
+            name = given["exp_name"].replace("+", "-")
+            folders = Path(args.runs_dir).glob(f"brax-ant__{name}__{seed}__*/evaluations.csv")
             finished = [path.parent for path in folders if len(evaluations_of(path.parent)) == 11]
             run_dir = finished[0] if finished else ppo.train(ppo.Args(**(UPDATES[update] | settings | given)))[1]
             rows += [

@@ -7,11 +7,14 @@
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
-Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021).
+Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). Of a suite of run.py only
+its own tasks are taken from the folders given. A row remembers which defaults its flags are differences from: results
+of other defaults than the present ones are marked as such, and never averaged with them.
 """
 
 import csv
 import dataclasses
+import hashlib
 import importlib
 import json
 import platform
@@ -29,15 +32,17 @@ from scipy.stats import trim_mean
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
-FIELDS += ["episodes", "seconds", "solved_at", "flags", "versions", "commit", "hardware"]
+FIELDS += ["episodes", "seconds", "solved_at", "flags", "defaults", "versions", "commit", "hardware"]
 # Arguments that say where and how a run went, not what it did.
 WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "num_threads", "resume", "checkpoint_interval", "compile"}
 WHERE_AND_HOW |= {"track", "wandb_project_name", "wandb_entity", "capture_video"}
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}  # mean return of 100 episodes
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
-    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks; their noise falls to 0 "
-    "over the run (`--anneal-std`), so that the last episodes are close to an evaluation, while CleanRL's explore",
+    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks. They were chosen on "
+    "these tasks but Humanoid, on seeds 1 to 3 (benchmark/NOTES.md). Their noise falls to 0 over the run "
+    "(`--anneal-std`), while CleanRL's agents explore to the end. TRPO, sb3-contrib's, is evaluated at the end of its "
+    "runs. Figures of others, CleanRL's apart, are of the versions -v2 and -v3 of a task",
     "classic": "Classic control",
     "memory": "Tasks that need a memory",
 }
@@ -101,19 +106,30 @@ def is_finished(run_dir):
     return checkpoint["global_step"] >= args["total_timesteps"] // batch_size * batch_size
 
 
+def script_of(run_dir):
+    """Name of the script whose copy is in a run folder."""
+    (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
+    return re.sub(r"^v\d+_", "", script)
+
+
+def defaults_of(script, env_id):
+    """The present default arguments of a script, and a short hash of those that results depend on."""
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module(script)
+    atari = env_id.startswith("ALE/") and hasattr(module, "ATARI")
+    defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
+    matter = {name: value for name, value in defaults.items() if name not in WHERE_AND_HOW}
+    return defaults, hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
+
+
 def summarise(run_dir):
     """The CSV row of a run folder, or None where the run has not finished or no episode has. `flags` are the arguments
     that differ from the script's present defaults."""
     episodes = read_csv(run_dir / "episodes.csv")
     if not episodes or not is_finished(run_dir):
         return None
-    sys.path.insert(0, str(ROOT))
-    args = json.loads((run_dir / "args.json").read_text())
-    (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
-    script = re.sub(r"^v\d+_", "", script)
-    module = importlib.import_module(script)
-    atari = args["env_id"].startswith("ALE/") and hasattr(module, "ATARI")
-    defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
+    args, script = json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
+    defaults, defaults_hash = defaults_of(script, args["env_id"])
     changed = [name for name in args if args[name] != defaults.get(name) and name not in WHERE_AND_HOW]
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
@@ -134,6 +150,7 @@ def summarise(run_dir):
         "seconds": f"{checkpoint['seconds']:.0f}",
         "solved_at": episodes[whole + solved[0]]["global_step"] if len(solved) else "",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
+        "defaults": defaults_hash,
         "versions": record["versions"],
         "commit": record.get("commit", ""),
         "hardware": record.get("hardware", ""),
@@ -155,10 +172,15 @@ def curve(run_dir, global_step):
 
 def write_csv(name, run_dirs):
     """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed."""
+    from run import SUITES as suites  # which imports this file
+
     key = ("script", "env_id", "exp_name", "flags", "seed")
-    found = [
-        (run_dir, row) for run_dir in run_dirs if (run_dir / "args.json").is_file() and (row := summarise(run_dir))
-    ]
+    tasks, found = {(script, env_id) for script, env_id, _ in suites.get(name, [])}, []
+    for run_dir in run_dirs:
+        if (run_dir / "args.json").is_file() and (ROOT / f"{(script := script_of(run_dir))}.py").is_file():
+            env_id = json.loads((run_dir / "args.json").read_text())["env_id"]
+            if (not tasks or (script, env_id) in tasks) and (row := summarise(run_dir)):
+                found.append((run_dir, row))
     rows, curves = read_csv(RESULTS / f"{name}.csv"), read_csv(RESULTS / f"{name}_curves.csv")
     for run_dir, row in found:
         same = [str(row[field]) for field in key]
@@ -215,17 +237,24 @@ def speed_table():
     lines = [
         "Speed, one CPU thread each, without the start: environment steps per second, and the ratio to others at the"
     ]
-    lines[0] += " same settings, run in turn on one machine; in the last column, to the environments alone."
-    lines += [
-        "",
-        "| script, task, environments x steps | steps/s | start | SB3, sb3-contrib | CleanRL | LeanRL | simulator |",
-        "|---|---|---|---|---|---|---|",
+    lines[0] += " same settings, run in turn on one machine; in the last column, the share of the speed at which the"
+    lines[0] += " simulators run with random actions and no learning."
+    others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib"), "CleanRL": ("CleanRL",), "LeanRL": ("LeanRL",)}
+    others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
+    columns = [
+        "script, task, environments x steps",
+        "steps/s",
+        "start",
+        "first start on a machine",
+        *others,
+        "of the simulators",
     ]
+    lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for case, title in SPEED.items():
         (mine,) = (row for (name, contestant), row in rows.items() if name == case and contestant.startswith("ppo_"))
-        start = f"{float(mine['start_seconds']):.0f} s (first {float(mine['first_start_seconds']):.0f} s)"
-        cells = [title, f"{int(mine['steps_per_second']):,}", start]
-        for names in (("SB3", "sb3-contrib"), ("CleanRL",), ("LeanRL",)):
+        starts = (f"{float(mine[kind]):.0f} s" for kind in ("start_seconds", "first_start_seconds"))
+        cells = [title, f"{int(mine['steps_per_second']):,}", *starts]
+        for names in others.values():
             ratios = [rows[case, name]["ratio"] for name in names if (case, name) in rows]
             cells.append(f"**{float(ratios[0]):.1f}** x" if ratios else "")
         alone = rows.get((case, "simulator"))
@@ -266,11 +295,14 @@ def read_suite(name):
     order = [row["env_id"] for row in read_csv(ROOT / "benchmark" / "published.csv")]
     rows.sort(key=lambda row: order.index(row["env_id"]) if row["env_id"] in order else len(order))
     for row in rows:
+        row.setdefault("defaults", "")  # of a file from before there was that column
         row["settings"] = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
     groups = group_by(rows, "env_id", "script", "settings", "global_step")
     for key, group in groups.items():
         if len(group) != len({row["seed"] for row in group}):
             raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
+        if len({row["defaults"] for row in group}) > 1:
+            raise SystemExit(f"results/{name}.csv mixes different defaults for {', '.join(key)}: delete the older rows")
     return groups
 
 
@@ -284,36 +316,44 @@ def suite_table(name):
     random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
     suite = read_suite(name)
     trpo = any((env_id, "trpo") in published for env_id, *_ in suite)
-    lines = [f"{SUITES[name]}. Mean return of the last 100 training episodes, with its 95% interval over seeds; and of"]
-    lines[0] += " ten episodes that the trained agent plays without exploring."
-    columns = ["task", "steps", "last 100 episodes", "95%", "seeds", "evaluated", "CleanRL", "highest PPO found"]
-    columns += ["TRPO"] if trpo else []
+    evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
+    text = f"{SUITES[name]}. Mean return of the last 100 training episodes, with its 95% bootstrap interval over seeds"
+    text += " (too narrow where there are few: of three it is their range)"
+    lines = [text + "; and of ten episodes that the trained agent plays without exploring" * evaluated + "."]
+    columns = ["task", "steps", "last 100 episodes", "95% interval", "seeds", *["evaluated"] * evaluated, "CleanRL"]
+    columns += ["highest PPO found", *["TRPO"] * trpo]
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    scores = []
+    scores, names = [], []
     for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = bootstrap_interval([values], np.mean) if len(values) > 1 else (np.nan, np.nan)
         evaluations = [float(row["evaluation"]) for row in rows if row["evaluation"]]
         unit = np.abs(values).max()
         task = re.sub(".*[:/]", "", env_id)
-        if name != "mujoco":
+        if name != "mujoco" or settings:
             task += f", `{script}.py{' ' * bool(settings)}{settings}`"
+        if rows[0]["defaults"] not in ("", defaults_of(script, env_id)[1]):
+            task += f" (defaults of commit {rows[0]['commit']})"
         cells = [task, f"{int(steps):,}", f"**{number(values.mean(), unit)}**"]
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", str(len(values))]
-        cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
+        if evaluated:
+            cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
         for column in ("cleanrl", "highest", "trpo")[: 2 + trpo]:
             row = published.get((env_id, column))
             cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
+            if row and not 0.95 < int(steps) / int(row["steps"]) < 1.05:  # one has had more than the other
+                cells[-1] += f" at {int(row['steps']):,}"
         lines.append("| " + " | ".join(cells) + " |")
         if env_id in random and (env_id, "highest") in published:
             highest = float(published[env_id, "highest"]["mean_return"])
             scores.append((values - random[env_id]) / (highest - random[env_id]))
+            names.append(task)
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean, 2000)
-        text = (
-            f"Interquartile mean over these tasks: **{interquartile_mean(scores):.2f}** (95%: {low:.2f} to {high:.2f}),"
-        )
-        lines += ["", text + " where 0 is random actions and 1 the highest PPO figure found."]
+        means = [score.mean() for score in scores]
+        text = f"Where 0 is random actions and 1 the highest PPO figure found: mean over tasks {np.mean(means):.2f},"
+        text += f" lowest {min(means):.2f} ({names[np.argmin(means)]}), interquartile mean (middle half of all runs)"
+        lines += ["", f"{text} **{interquartile_mean(scores):.2f}** (95%: {low:.2f} to {high:.2f})."]
     rows = [row for rows in suite.values() for row in rows]
     versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
     lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv."]
@@ -382,10 +422,9 @@ def write_readme():
         draw_curves(name)
         lines += suite_table(name)
     lines += speed_table()
-    lines += [
-        "Sources and protocols: benchmark/published.csv. *: mean over seeds of the best evaluation during a run, not of"
-    ]
-    lines[-1] += " its last episodes. †: a single run, evaluated without exploration."
+    text = "Sources and protocols: benchmark/published.csv. *: the best evaluation during training (mean over seeds of"
+    text += " the best, or best mean over seeds), not the end of it. †: a single run, evaluated without exploration."
+    lines.append(text)
     readme = ROOT / "README.md"
     start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
     before, rest = readme.read_text().split(start)

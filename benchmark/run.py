@@ -193,7 +193,7 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
             except BlockingIOError:  # another process is at it; what it leaves undone is ours
                 if stop.wait(1):
                     raise Stopped from None
-        run_dir = find_run(job)
+        run_dir, facts = find_run(job), machine()  # before the run: the commit may change meanwhile
         if run_dir is None or not is_finished(run_dir):
             call("--resume", str(run_dir)) if run_dir else call(*job.arguments)
             run_dir = find_run(job)
@@ -201,8 +201,8 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
         if not record.exists():
             words = call("--evaluate", str(run_dir), "--eval-episodes", str(job.eval_episodes))[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
-            facts = {"evaluation": evaluation, "eval_episodes": job.eval_episodes, "jobs_at_once": at_once}
-            record.write_text(json.dumps(machine() | facts | {"arguments": job.arguments}, indent=2))
+            facts |= {"evaluation": evaluation, "eval_episodes": job.eval_episodes, "jobs_at_once": at_once}
+            record.write_text(json.dumps(facts | {"arguments": job.arguments}, indent=2))
     return summarise(run_dir)
 
 

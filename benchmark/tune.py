@@ -150,10 +150,11 @@ def main():
     write_table(study, path)
     if stop.is_set():
         raise SystemExit("stopped; the same command goes on")
-    if study.get_trials(states=(TrialState.COMPLETE,)):
-        best = study.best_trial
-        flags = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
-        print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
+    if not study.get_trials(states=(TrialState.COMPLETE,)):
+        raise SystemExit(f"no trial has finished; the last lines of {runs_dir}/logs say why")
+    best = study.best_trial
+    flags = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
+    print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
 
 
 if __name__ == "__main__":

@@ -118,11 +118,27 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     values = [float(row["last_100_mean"]) for row in rows]
     (line,) = (line for line in report.suite_table("classic") if "CartPole-v1" in line)
     low, high = sorted(values)
-    assert f"**{np.mean(values):.1f}** | {low:.1f} to {high:.1f} | 2 |" in line and "490.0 | 500.0†" in line
+    assert f"**{np.mean(values):.1f}** | {low:.1f} to {high:.1f} | 2 |" in line and "490.0 at 500,000 | 500.0† at 100,000" in line
     assert f"| {np.mean([float(row['evaluation']) for row in rows]):.1f} |" in line
     assert all(row["versions"] and row["commit"] and row["hardware"] for row in rows)
+    report.write_csv("mujoco", run_dirs(finished_runs[0]))  # none of its tasks
+    assert report.read_csv(tmp_path / "mujoco.csv") == []
     pictures = [(tmp_path / name).read_bytes() for name in ("classic.png", "classic_time.png")]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
+
+
+def test_results_of_other_defaults(finished_runs, tmp_path, monkeypatch):
+    """Are named as such in the table, and never averaged with those of the present ones."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    report.write_csv("classic", run_dirs(finished_runs[0]))
+    rows = report.read_csv(tmp_path / "classic.csv")
+    assert "defaults of commit" not in "".join(report.suite_table("classic"))
+    others = [row | {"defaults": "01234567", "commit": "abc"} for row in rows]
+    report.write_rows(tmp_path / "classic.csv", report.FIELDS, others)
+    assert "(defaults of commit abc)" in "".join(report.suite_table("classic"))
+    report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], others[1]])
+    with pytest.raises(SystemExit, match="different defaults"):
+        report.suite_table("classic")
 
 
 def test_intervals():

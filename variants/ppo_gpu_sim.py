@@ -1099,8 +1099,8 @@ def train(args, stop_signals=()):
         if not math.isfinite(sum(value for name, value in scalars.items() if name != "losses/explained_variance")):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-        evaluating = args.num_evaluations and iteration % math.ceil(num_iterations / args.num_evaluations) == 0
-        if args.num_evaluations and (evaluating or iteration == num_iterations):
+        due, earlier = (i * args.num_evaluations // num_iterations for i in (iteration, iteration - 1))
+        if due > earlier:
             log_evaluation()
             scalars["charts/eval_return"] = evaluations[-1][1]
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)

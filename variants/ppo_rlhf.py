@@ -22,9 +22,9 @@ Four models, as in DeepSpeed-Chat. Two begin as the supervised language model: t
 reference, which is not. Two begin as the reward model: the critic, which is trained, and the reward model itself, which
 is not. An answer is an episode, a token an action, the end-of-sequence token (EOS) too where the actor has sampled it.
 
-The built-in task makes both models first. Then the reward goes from 0.5 to 0.99, at most 1 is possible, in a minute or
-two on one CPU core, and the KL to the reference stays below 2 nats per answer. With --kl-coef 0 the KL goes beyond 9,
-the reward beyond 1: the reward model is fooled, and almost no answer is a sentence any more (task_score).
+The built-in task makes both models first. Then the reward goes from 0.5 to 0.99, at most 1 is possible, in two to
+four minutes on one CPU core, and the KL to the reference stays below 2 nats per answer. With --kl-coef 0 the KL goes
+beyond 9, the reward beyond 1: the reward model is fooled, and almost no answer is a sentence any more (task_score).
 
 Choices, where implementations differ:
  1. The reward of a token is -kl_coef * (log_prob - reference's log_prob); the last one of the answer, which is the EOS,
@@ -562,7 +562,7 @@ def gather_from_ranks(value):
 
 
 def apply_gradient(loss, model, optimizer, max_grad_norm):
-    """One step of one model on the gradient of its loss, averaged over ranks. Loss and gradient are dropped after."""
+    """One step of one model on the gradient of its loss, averaged over ranks."""
     optimizer.zero_grad()
     loss.backward()
     average_over_ranks(*[p.grad for p in model.parameters() if p.grad is not None])
