@@ -50,6 +50,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -96,7 +97,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; what it observes is flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
-    stagger_envs: bool = True  # cut first episodes (not logged) short: not all shall reach the time limit at once
+    stagger_envs: bool = True  # cut an early episode of each (not logged) short: not all shall reach the limit at once
     async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -118,12 +119,12 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
-    desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
+    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01), in place of --anneal-lr
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
     anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
     log_std_min: float | None = -1.0  # lower bound of the log_std that is learned, before --anneal-std; None: none
-    log_std_max: float | None = -0.5  # upper bound, the same; for actions beyond 1, in units of the largest; None: none
+    log_std_max: float | None = -0.5  # upper bound, the same; plus log(largest action) where that is above 1
 
 
 def fail(message, code=2):
@@ -139,6 +140,7 @@ def count_ranks():
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -167,8 +169,9 @@ def check_args(args):
             fail(f"{flag} must not be negative, not {value}")
     if args.num_envs % (num_ranks := count_ranks()):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
-    if (batch_size := args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch_size}")
+    if (rank_batch_size := args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
+        of_rank = " of each process" if num_ranks > 1 else ""
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {rank_batch_size}{of_rank}")
     if args.log_std_min is not None and args.log_std_init < args.log_std_min:
         fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
     if args.log_std_max is not None and args.log_std_init > args.log_std_max:
@@ -211,7 +214,9 @@ def make_envs(args, num_envs):
     quiet_mujoco()
     same_step = gym.vector.AutoresetMode.SAME_STEP
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
-    make = partial(make, vector_kwargs={"autoreset_mode": same_step})
+    # Forked, whatever Python's default is: workers then ignore Ctrl-C as this process does, and finish the iteration.
+    context = {"context": "fork"} if args.async_envs and sys.platform == "linux" else {}
+    make = partial(make, vector_kwargs={"autoreset_mode": same_step} | context)
     try:
         envs = make(wrappers=[StaggeredStart])
         obs_space = envs.single_observation_space
@@ -334,7 +339,7 @@ class Agent(nn.Module):
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
-            reach = self.action_high.nan_to_num(posinf=1.0).clamp(min=1.0)
+            reach = torch.max(self.action_high, -self.action_low).nan_to_num(posinf=1.0).clamp(min=1.0)
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log())
         return log_std
 
@@ -707,11 +712,12 @@ def train(args, stop_signals=()):
     """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
     one line and raises SystemExit.
 
-    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
-    and the last one."""
+    stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
+    is finished and saved."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
-    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    num_ranks = count_ranks()
+    rank = int(os.environ["RANK"]) if num_ranks > 1 else 0
     T, N = args.num_steps, args.num_envs // num_ranks
     B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     auto_device = "cuda" if torch.cuda.is_available() and B // args.num_minibatches >= 4096 else "cpu"
@@ -738,6 +744,7 @@ def train(args, stop_signals=()):
     lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
+    # A tensor too: what is compiled has taken the numbers in args as constants, a new schedule in the loop needs one.
     clip_scale = torch.ones((), device=device)
     if rank > 0:  # the networks are those of all ranks, noise and permutations their own
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
@@ -763,6 +770,8 @@ def train(args, stop_signals=()):
             print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
 
+    if len(set(gather_from_ranks(iteration))) > 1:
+        fail("ranks would begin in different iterations: all machines need the same --runs-dir, on a shared disk")
     if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
         talk_to_ranks(dist.broadcast, flat_parameters, 0)
 
@@ -818,7 +827,7 @@ def train(args, stop_signals=()):
     obs = torch.zeros(T, N, obs_size, device=device)
     actions = torch.zeros(T, N, len(agent.action_low), device=device)
     log_probs = torch.zeros(T, N, device=device)
-    # What the environments return is gathered in numpy, and goes to the device once per rollout.
+    # Rewards and ends are gathered in numpy, and go to the device once per rollout.
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
@@ -843,14 +852,13 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        if args.anneal_std:
-            agent.log_std_shift.fill_(math.log(remaining))
+        agent.log_std_shift.fill_(math.log(remaining) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
         # -------------------------------------------------------------------------------------------- rollout
-        sums_before = [rms.sums() for rms in statistics]  # what is added to them until `pool` is this rank's
-        episodes, final_obs = [], [obs.new_zeros(0, obs_size)]
+        sums_before = [rms.sums() for rms in statistics]  # equal on all ranks; what comes now is each one's own
+        episodes, final_obs = [], [obs[0, :0]]
         for t in range(T):
             env_actions = act(torch.from_numpy(next_obs).to(device), obs[t], actions[t], log_probs[t]).cpu().numpy()
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.reshape(envs.action_space.shape))
@@ -923,15 +931,17 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
+        if recent_returns:
+            scalars["charts/last_100_return"] = np.mean(recent_returns)
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
-        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
         if args.track:
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
                 scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
             wandb.log(scalars, step=global_step)
-        mean_return = np.mean(recent_returns) if recent_returns else math.nan
+        mean_return = scalars.get("charts/last_100_return", math.nan)
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         progress.update(T * args.num_envs)
         if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
@@ -990,8 +1000,8 @@ def main():
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
-    # for those that come with the first: a scheduler and a launcher may both send one.
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
+    # later, ends the run at once (a scheduler and a launcher may each send one at the same time).
     stop_signals, times = [], []
 
     def request_stop(number, frame):
@@ -1007,7 +1017,11 @@ def main():
         args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    train(args, stop_signals)
+    try:
+        train(args, stop_signals)
+    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 if __name__ == "__main__":

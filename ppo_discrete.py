@@ -39,9 +39,9 @@ Choices, where implementations of PPO differ:
     The default settings are for vectors (benchmark/NOTES.md); README.md has the flags that give CleanRL's.
  9. uint8 images of 36 x 36 pixels and more, channels first or last, go through the Nature CNN, which actor and critic
     share; they are stored as uint8 and divided by 255. Every other observation is flattened into a vector.
-10. ALE games are played as in the published PPO tables: no sticky actions (--sticky-actions), 30 no-ops at most at the
-    start, every fourth frame, 84 x 84 grey, 4 of them; a lost life terminates for the learner, while the game goes on;
-    it learns from the sign of the rewards; episodes.csv has the raw score of whole games.
+10. ALE games are played as in the published PPO tables: no sticky actions (--sticky-actions), 30 no-ops at most and
+    FIRE at the start, every fourth frame, 84 x 84 grey, 4 of them; a lost life terminates for the learner, while the
+    game goes on; it learns from the sign of the rewards; episodes.csv has the raw score of whole games.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = shape of an observation, K = dimensions of an
 action, A = sum of their sizes.
@@ -55,6 +55,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -86,7 +87,7 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of networks, policy noise and environments (each of them gets its own)
     torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images and minibatches of 4096, otherwise cpu
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: 10 s at the start, 30 on a new machine, then 2-3 times faster; off: eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
@@ -125,10 +126,11 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
+    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01), in place of --anneal-lr
 
 
-# Defaults for ALE games, in place of those above: the settings of the published tables (baselines, CleanRL).
+# Defaults for ALE games, in place of those above: the settings of the published tables (baselines, CleanRL). It is the
+# command line that applies them; from Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
 ATARI = {
     "total_timesteps": 10_000_000,
     "num_envs": 8,
@@ -157,6 +159,7 @@ def count_ranks():
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -188,8 +191,9 @@ def check_args(args):
             fail(f"{flag} must not be negative, not {value}")
     if args.num_envs % (num_ranks := count_ranks()):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
-    if (batch_size := args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch_size}")
+    if (rank_batch_size := args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
+        of_rank = " of each process" if num_ranks > 1 else ""
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {rank_batch_size}{of_rank}")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
@@ -213,7 +217,9 @@ def make_envs(args, num_envs):
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
     same_step = gym.vector.AutoresetMode.SAME_STEP
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
-    make = partial(make, vector_kwargs={"autoreset_mode": same_step})
+    # Forked, whatever Python's default is: workers then ignore Ctrl-C as this process does, and finish the iteration.
+    context = {"context": "fork"} if args.async_envs and sys.platform == "linux" else {}
+    make = partial(make, vector_kwargs={"autoreset_mode": same_step} | context)
     if "NoFrameskip" in args.env_id or (args.env_id.startswith("ale_py:") and not is_atari(args.env_id)):
         fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
     if is_atari(args.env_id):  # ale-py has a vector of games in native threads
@@ -387,8 +393,8 @@ class Agent(nn.Module):
 
     def to_env_action(self, action):
         """(..., K) -> (..., *shape of the action space), counted from the start of the space"""
-        action = action.to(self.action_start.dtype).unflatten(-1, self.action_start.shape or (1,)) + self.action_start
-        return action if self.action_start.shape else action.squeeze(-1)
+        action = action.reshape(action.shape[:-1] + self.action_start.shape)
+        return action.to(self.action_start.dtype) + self.action_start
 
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True, action_mask=None):
@@ -742,13 +748,16 @@ def make_evaluation_env(env_id, draw, sticky_actions):
 @torch.random.fork_rng()  # its random numbers are its own: training goes on as if it had not been
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
-    env = make_evaluation_env(env_id, video_dir is not None, agent.args.sticky_actions)
+    env = make_evaluation_env(env_id, draw=video_dir is not None, sticky_actions=agent.args.sticky_actions)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+    has_fire = is_atari(env_id) and env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]
     torch.manual_seed(seed)
     episodic_returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, infos = env.reset(seed=seed + episode)
+        if has_fire:  # as ale-py's vector of games does
+            obs, *_, infos = env.step(1)
         ended = False
         while not ended:
             has_mask = "action_mask" in infos and agent.args.mask_actions
@@ -764,11 +773,12 @@ def train(args, stop_signals=()):
     """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
     one line and raises SystemExit.
 
-    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
-    and the last one."""
+    stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
+    is finished and saved."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
-    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    num_ranks = count_ranks()
+    rank = int(os.environ["RANK"]) if num_ranks > 1 else 0
     T, N = args.num_steps, args.num_envs // num_ranks
     B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -776,7 +786,7 @@ def train(args, stop_signals=()):
 
     envs = make_envs(args, N)
     if args.capture_video:
-        make_evaluation_env(args.env_id, True, args.sticky_actions).close()
+        make_evaluation_env(args.env_id, draw=True, sticky_actions=args.sticky_actions).close()
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
     agent = Agent(obs_space.shape, sizes, action_space.start, args)
@@ -799,6 +809,7 @@ def train(args, stop_signals=()):
     lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
+    # A tensor too: what is compiled has taken the numbers in args as constants, a new schedule in the loop needs one.
     clip_scale = torch.ones((), device=device)
     if rank > 0:  # the networks are those of all ranks, noise and permutations their own
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
@@ -824,6 +835,8 @@ def train(args, stop_signals=()):
             print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
 
+    if len(set(gather_from_ranks(iteration))) > 1:
+        fail("ranks would begin in different iterations: all machines need the same --runs-dir, on a shared disk")
     if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
         talk_to_ranks(dist.broadcast, flat_parameters, 0)
 
@@ -880,7 +893,7 @@ def train(args, stop_signals=()):
     obs = torch.zeros(T, N, *obs_space.shape, dtype=obs_type, device=device)
     actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
     log_probs = torch.zeros(T, N, device=device)
-    # What the environments return is gathered in numpy, and goes to the device once per rollout.
+    # Rewards and ends are gathered in numpy, and go to the device once per rollout.
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
@@ -905,7 +918,7 @@ def train(args, stop_signals=()):
             clip_scale.fill_(remaining)
 
         # -------------------------------------------------------------------------------------------- rollout
-        sums_before = [rms.sums() for rms in statistics]  # what is added to them until `pool` is this rank's
+        sums_before = [rms.sums() for rms in statistics]  # equal on all ranks; what comes now is each one's own
         episodes, final_obs = [], [obs[0, :0]]
         for t in range(T):
             has_masks = args.mask_actions and "action_mask" in infos
@@ -986,15 +999,17 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
+        if recent_returns:
+            scalars["charts/last_100_return"] = np.mean(recent_returns)
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
-        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
         if args.track:
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
                 scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
             wandb.log(scalars, step=global_step)
-        mean_return = np.mean(recent_returns) if recent_returns else math.nan
+        mean_return = scalars.get("charts/last_100_return", math.nan)
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         progress.update(T * args.num_envs)
         if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
@@ -1053,8 +1068,8 @@ def main():
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
-    # for those that come with the first: a scheduler and a launcher may both send one.
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
+    # later, ends the run at once (a scheduler and a launcher may each send one at the same time).
     stop_signals, times = [], []
 
     def request_stop(number, frame):
@@ -1070,7 +1085,11 @@ def main():
         args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    train(args, stop_signals)
+    try:
+        train(args, stop_signals)
+    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 if __name__ == "__main__":

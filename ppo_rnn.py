@@ -54,6 +54,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -87,7 +88,7 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of networks, policy noise and environments (each of them gets its own)
     torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images and minibatches of 4096, otherwise cpu
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: 10 s at the start, 30 on a new machine, then 2-3 times faster; off: eager
     checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
     resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
@@ -114,7 +115,7 @@ class Args:  # the comments are what --help prints
     anneal_std: bool = False  # Box: lower the standard deviation linearly to 0 over the run, beside what is learned
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
-    log_std_max: float | None = None  # Box: upper bound, the same; for actions beyond 1, in units of the largest
+    log_std_max: float | None = None  # Box: upper bound, the same; plus log(largest action) where that is above 1
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
@@ -133,7 +134,7 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to this approximate KL (try 0.01); None: off
+    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01), in place of --anneal-lr
 
 
 def fail(message, code=2):
@@ -149,6 +150,7 @@ def count_ranks():
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -178,7 +180,8 @@ def check_args(args):
     if args.num_envs % (num_ranks := count_ranks()):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if (num_envs := args.num_envs // num_ranks) % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}: they are whole columns")
+        of_rank = " of each process" if num_ranks > 1 else ""
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}{of_rank}: whole columns")
     if args.log_std_min is not None and args.log_std_init < args.log_std_min:
         fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
     if args.log_std_max is not None and args.log_std_init > args.log_std_max:
@@ -213,7 +216,9 @@ def make_envs(args, num_envs):
     quiet_mujoco()
     same_step = gym.vector.AutoresetMode.SAME_STEP
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
-    make = partial(make, vector_kwargs={"autoreset_mode": same_step})
+    # Forked, whatever Python's default is: workers then ignore Ctrl-C as this process does, and finish the iteration.
+    context = {"context": "fork"} if args.async_envs and sys.platform == "linux" else {}
+    make = partial(make, vector_kwargs={"autoreset_mode": same_step} | context)
     try:
         envs = make()
         obs_space = envs.single_observation_space
@@ -458,7 +463,7 @@ class Agent(nn.Module):
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
-            reach = self.action_high.nan_to_num(posinf=1.0).clamp(min=1.0).flatten()
+            reach = torch.max(self.action_high, -self.action_low).nan_to_num(posinf=1.0).clamp(min=1.0).flatten()
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log())
         return log_std
 
@@ -885,11 +890,12 @@ def train(args, stop_signals=()):
     """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
     one line and raises SystemExit.
 
-    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
-    and the last one."""
+    stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
+    is finished and saved."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
-    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    num_ranks = count_ranks()
+    rank = int(os.environ["RANK"]) if num_ranks > 1 else 0
     T, N = args.num_steps, args.num_envs // num_ranks
     B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -928,6 +934,7 @@ def train(args, stop_signals=()):
     lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
+    # A tensor too: what is compiled has taken the numbers in args as constants, a new schedule in the loop needs one.
     clip_scale = torch.ones((), device=device)
     if rank > 0:  # the networks are those of all ranks, noise and permutations their own
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
@@ -954,6 +961,8 @@ def train(args, stop_signals=()):
             print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
 
+    if len(set(gather_from_ranks(iteration))) > 1:
+        fail("ranks would begin in different iterations: all machines need the same --runs-dir, on a shared disk")
     if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
         talk_to_ranks(dist.broadcast, flat_parameters, 0)
 
@@ -1020,7 +1029,7 @@ def train(args, stop_signals=()):
     else:
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)
     log_probs = torch.zeros(T, N, device=device)
-    # What the environments return is gathered in numpy, and goes to the device once per rollout.
+    # Rewards and ends are gathered in numpy, and go to the device once per rollout.
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
@@ -1046,13 +1055,12 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        if args.anneal_std:
-            agent.log_std_shift.fill_(math.log(remaining))
+        agent.log_std_shift.fill_(math.log(remaining) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
         # -------------------------------------------------------------------------------------------- rollout
-        sums_before = [rms.sums() for rms in statistics]  # what is added to them until `pool` is this rank's
+        sums_before = [rms.sums() for rms in statistics]  # equal on all ranks; what comes now is each one's own
         episodes, final_obs, first_state = [], [obs[0, :0]], state
         step_starts[0] = step_starts[T]
         for t in range(T):
@@ -1101,8 +1109,8 @@ def train(args, stop_signals=()):
             if epoch > 0 and args.recompute_advantages:
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
+            tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):
-                tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
@@ -1131,15 +1139,17 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
+        if recent_returns:
+            scalars["charts/last_100_return"] = np.mean(recent_returns)
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
-        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
         if args.track:
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
                 scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
             wandb.log(scalars, step=global_step)
-        mean_return = np.mean(recent_returns) if recent_returns else math.nan
+        mean_return = scalars.get("charts/last_100_return", math.nan)
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         progress.update(T * args.num_envs)
         if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
@@ -1198,8 +1208,8 @@ def main():
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
-    # for those that come with the first: a scheduler and a launcher may both send one.
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
+    # later, ends the run at once (a scheduler and a launcher may each send one at the same time).
     stop_signals, times = [], []
 
     def request_stop(number, frame):
@@ -1215,7 +1225,11 @@ def main():
         args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    train(args, stop_signals)
+    try:
+        train(args, stop_signals)
+    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 if __name__ == "__main__":

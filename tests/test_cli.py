@@ -262,7 +262,7 @@ def test_wandb(script, small_args, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     _, run_dir = script.train(small_args(track=True))
     (record,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
-    keys = (b"losses/value_loss", b"charts/episodic_return", b"charts/learning_rate")
+    keys = (b"losses/value_loss", b"charts/last_100_return", b"charts/learning_rate")
     for _ in range(300):  # wandb's own process writes the file, on a busy machine seconds later
         if all(key in record.read_bytes() for key in keys):
             return

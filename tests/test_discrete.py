@@ -432,6 +432,25 @@ def test_garbage_final_observations_are_not_read(game, monkeypatch):
     assert np.array_equal(seen, truncated_rows) and not (np.stack(seen) == 213).all((1, 2, 3)).any()
 
 
+def test_evaluation_launches_the_ball(monkeypatch):
+    """Breakout begins with FIRE, as in training: with no-ops only a life is lost soon, instead of never."""
+    lives, make = [], script.make_evaluation_env
+    monkeypatch.setattr(script, "make_evaluation_env", lambda *a, **k: lives.append(make(*a, **k)) or lives[0])
+
+    class NoOps:
+        args = script.Args(**script.ATARI)
+
+        def predict(self, *arguments):
+            lives.append(lives[0].unwrapped.ale.lives())
+            if len(lives) > 120:
+                raise TimeoutError
+            return 0
+
+    with pytest.raises(TimeoutError):
+        script.evaluate(NoOps(), "ALE/Breakout-v5", 1, 0)
+    assert lives[1] == 5 and lives[-1] < 5
+
+
 @pytest.mark.parametrize("sticky", [False, True])
 def test_protocol_of_the_games(game, sticky, monkeypatch):
     """What ale-py is asked for, and that --sticky-actions reaches the games of training and evaluation."""

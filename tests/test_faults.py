@@ -46,6 +46,13 @@ def test_environment_that_breaks(script, tmp_path, name, message):
     resume_with_a_good_environment(script, run_dir, tmp_path)
 
 
+def test_asynchronous_environments_that_break(script, tmp_path):
+    """Some raise and some do not: none of their processes keeps the run from ending with what was raised."""
+    args = FAULTY | {"env_id": "probes:" + probe(script, "Some"), "num_envs": 4, "async_envs": True, "num_steps": 8}
+    broken = run(script.__name__, f"--runs-dir={tmp_path}", *flags_of(**args), timeout=60)
+    assert broken.returncode == 1 and "the simulator is lost" in broken.stderr, broken.stderr
+
+
 @ONE
 def test_environment_that_hangs(script, tmp_path):
     """The first Ctrl-C waits for the iteration, which never ends; the second ends the run at once."""

@@ -302,6 +302,10 @@ def test_anneal_std(script, small_args, minibatches, learned):
     sampled = agent.predict(raw_obs, deterministic=False)
     sampled = sampled[0] if script.__name__ == "ppo_rnn" else sampled
     assert sampled.std() == pytest.approx(math.exp(-1) / 3, rel=0.06)
+    assert agent.log_std_shift == pytest.approx(math.log(1 / 3))
+    flags = {"resume": str(run_dir), "anneal_std": False, "total_timesteps": 4 * 2048}
+    agent, _ = script.train(dataclasses.replace(script.load_checkpoint(run_dir)["args"], **flags))
+    assert agent.log_std_shift == 0  # whole again, as the learning rate is with --no-anneal-lr
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
@@ -318,12 +322,15 @@ def test_log_std_stays_where_it_has_a_gradient(script, small_args):
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_upper_bound_of_log_std_follows_the_reach_of_actions(script):
-    """Up to the bound where actions end at 1 or before, further where they go further; nothing is known of infinity."""
-    agent = make_agent(script, action_size=4, log_std_init=0.0, log_std_max=0.5)
-    agent.action_high.copy_(torch.tensor([0.4, 1.0, 3.0, math.inf]))
+    """Up to the bound where actions end at 1 or before, further where they go further, up or down; nothing is known of
+    infinity."""
+    agent = make_agent(script, action_size=5, log_std_init=0.0, log_std_max=0.5)
+    agent.action_high.copy_(torch.tensor([0.4, 1.0, 3.0, 0.0, math.inf]))
+    agent.action_low.copy_(torch.tensor([-0.4, -1.0, 0.0, -3.0, -math.inf]))
     agent.log_std.data.fill_(9.0)
     _, log_std = agent.get_mean_and_log_std(torch.zeros(1, 3))
-    torch.testing.assert_close(log_std[0].detach(), torch.tensor([0.5, 0.5, 0.5 + math.log(3.0), 0.5]))
+    far = 0.5 + math.log(3.0)
+    torch.testing.assert_close(log_std[0].detach(), torch.tensor([0.5, 0.5, far, far, 0.5]))
 
 
 def test_desired_kl_moves_the_learning_rate(script, small_args):

@@ -233,6 +233,7 @@ def test_run_folder(script, small_args):
     logged = scalars(run_dir)
     returns = [value for _, value in logged["charts/episodic_return"]]
     np.testing.assert_allclose(returns, [float(row[1]) for row in table[1:]], rtol=1e-4)
+    assert logged["charts/last_100_return"][-1][1] == pytest.approx(np.mean(returns[-100:]), rel=1e-5)
     assert not list(run_dir.glob("*.tmp"))
 
 

@@ -55,6 +55,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -161,6 +162,7 @@ def count_ranks():
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -844,11 +846,12 @@ def train(args, stop_signals=()):
     """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
     one line and raises SystemExit.
 
-    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
-    and the last one."""
+    stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
+    is finished and saved."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
-    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    num_ranks = count_ranks()
+    rank = int(os.environ["RANK"]) if num_ranks > 1 else 0
     T, N = args.num_steps, args.num_envs // num_ranks
     L = args.unroll_length or T
     num_iterations = args.total_timesteps // (T * args.num_envs)
@@ -1103,15 +1106,17 @@ def train(args, stop_signals=()):
         if due > earlier:
             log_evaluation()
             scalars["charts/eval_return"] = evaluations[-1][1]
+        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
+        if recent_returns:
+            scalars["charts/last_100_return"] = np.mean(recent_returns)
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
-        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
         if args.track:
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
                 scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
             wandb.log(scalars, step=global_step)
-        mean_return = np.mean(recent_returns) if recent_returns else math.nan
+        mean_return = scalars.get("charts/last_100_return", math.nan)
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         progress.update(T * args.num_envs)
         if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
@@ -1173,8 +1178,8 @@ def main():
         returns = evaluate(agent.to(device), envs, args.seed, args.eval_deterministic)
         print(f"{len(returns)} episodes: mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
-    # for those that come with the first: a scheduler and a launcher may both send one.
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
+    # later, ends the run at once (a scheduler and a launcher may each send one at the same time).
     stop_signals, times = [], []
 
     def request_stop(number, frame):
@@ -1190,7 +1195,11 @@ def main():
         args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    train(args, stop_signals)
+    try:
+        train(args, stop_signals)
+    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 if __name__ == "__main__":

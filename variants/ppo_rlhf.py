@@ -56,6 +56,7 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -144,6 +145,7 @@ def count_ranks():
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -685,11 +687,12 @@ def train(args, stop_signals=()):
     """Train an actor; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
     one line and raises SystemExit.
 
-    stop_signals: a list to which signal handlers append. As soon as it is not empty, the iteration is finished, saved
-    and the last one."""
+    stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
+    is finished and saved."""
     # ------------------------------------------------------------------------------------------------ setup
     check_args(args)
-    rank, num_ranks = (int(os.environ["RANK"]) if count_ranks() > 1 else 0), count_ranks()
+    num_ranks = count_ranks()
+    rank = int(os.environ["RANK"]) if num_ranks > 1 else 0
     B, num_iterations = args.batch_size // num_ranks, args.total_episodes // args.batch_size
     M = B // args.num_minibatches
     device = get_device(args)
@@ -929,8 +932,8 @@ def main():
         if args.model is None:
             print(f"mean task score {np.mean([task_score(answer) for _, answer in texts]):.3f}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one ends the run at once, but
-    # for those that come with the first: a scheduler and a launcher may both send one.
+    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
+    # later, ends the run at once (a scheduler and a launcher may each send one at the same time).
     stop_signals, times = [], []
 
     def request_stop(number, frame):
@@ -946,7 +949,11 @@ def main():
         fail("torchrun has started the ranks again: go on with --resume RUN_DIR", code=1)
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    train(args, stop_signals)
+    try:
+        train(args, stop_signals)
+    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 if __name__ == "__main__":
