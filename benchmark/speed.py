@@ -24,13 +24,11 @@ written to results/speed.csv. The machine should have nothing else to do.
 import argparse
 import csv
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import distributions
 from pathlib import Path
 
 from report import RESULTS, ROOT
@@ -173,20 +171,29 @@ def seconds(command, cache):
         return time.perf_counter() - start
 
 
+def versions_of(python):
+    """What a contestant runs on: CleanRL and LeanRL have packages, and so a simulator, of their own."""
+    code = f"""import platform
+from importlib.metadata import distributions
+installed = {{each.name.lower().replace("_", "-"): each.version for each in distributions()}}
+packages = [f"{{name}} {{installed[name]}}" for name in {PACKAGES} if name in installed]
+print(platform.machine(), "python", platform.python_version(), *packages)"""
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def measure(case, contestants, repeats):
     """A CSV row for each contestant of a case; ratios are this repository's speed to theirs, run by run."""
     singles = {name: [] for name in contestants}
-    with tempfile.TemporaryDirectory() as cache:
-        firsts = {name: seconds(command(short), cache) for name, (command, short, _) in contestants.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: f"{folder}/{i}" for i, name in enumerate(contestants)}  # none finds what another has compiled
+        firsts = {name: seconds(command(short), caches[name]) for name, (command, short, _) in contestants.items()}
         for repeat in range(repeats):
             for name, (command, short, long) in contestants.items():
-                brief, whole = (seconds(command(steps), cache) for steps in (short, long))
+                brief, whole = (seconds(command(steps), caches[name]) for steps in (short, long))
                 speed = (long - short) / (whole - brief)
                 singles[name].append((speed, brief - short / speed))
                 start = singles[name][-1][1]
                 print(f"{case} {repeat + 1}/{repeats} {name}: {speed:,.0f} steps/s, {start:.1f} s to start", flush=True)
-    installed = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
-    packages = " ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
     (mine,) = (name for name in contestants if name.startswith("ppo_"))
     rows = []
     for name, runs in singles.items():
@@ -197,7 +204,7 @@ def measure(case, contestants, repeats):
         row |= {"first_start_seconds": f"{first_start:.1f}", "ratio": f"{ratio:.2f}", "repeats": repeats}
         row |= {"steps_per_second_1m": f"{1e6 / (first_start + 1e6 / speed):.0f}"}
         row |= {"single_runs": " ".join(f"{speed:.0f}" for speed, _ in runs)}
-        rows.append(row | {"versions": f"{platform.machine()} python {platform.python_version()} {packages}"})
+        rows.append(row | {"versions": versions_of(contestants[name][0](contestants[name][1])[0])})
     return rows
 
 
