@@ -260,7 +260,11 @@ def speed_table():
         alone = rows.get((case, "simulator"))
         cells.append(f"{float(alone['ratio']):.0%}" if alone else "")
         lines.append("| " + " | ".join(cells) + " |")
-    versions = ", ".join(dict.fromkeys(row["versions"] for row in rows.values()))
+    versions = []
+    for row in rows.values():
+        peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own
+        versions.append(f"{row['contestant']} with {row['versions']}" if peer else row["versions"])
+    versions = ", ".join(dict.fromkeys(versions))
     return lines + ["", f"Measured with {versions}; `python benchmark/speed.py`.", ""]
 
 
