@@ -8,8 +8,8 @@
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
 Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). Of a suite of run.py only
-its own tasks are taken from the folders given. A row remembers which defaults its flags are differences from: results
-of other defaults than the present ones are marked as such, and never averaged with them.
+its own tasks are taken from the folders given. A row remembers which defaults its flags are differences from, in
+results/defaults.json: results of other defaults than the present ones are marked as such, and never averaged with them.
 """
 
 import csv
@@ -113,13 +113,28 @@ def script_of(run_dir):
 
 
 def defaults_of(script, env_id):
-    """The present default arguments of a script, and a short hash of those that results depend on."""
+    """The present default arguments of a script, those that results depend on."""
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
     atari = env_id.startswith("ALE/") and hasattr(module, "ATARI")
     defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
-    matter = {name: value for name, value in defaults.items() if name not in WHERE_AND_HOW}
-    return defaults, hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
+    return {name: value for name, value in defaults.items() if name not in WHERE_AND_HOW}
+
+
+def key_of(defaults):
+    """What a row says of the defaults of its time, a short hash: results/defaults.json has their values."""
+    return hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def read_defaults():
+    path = RESULTS / "defaults.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def differ(row, defaults):
+    """Whether the defaults of a row are others. A flag that has come or gone since does not make them so."""
+    known = read_defaults().get(row["defaults"], {})  # nothing for rows from before there was that column
+    return any(defaults.get(name, value) != value for name, value in known.items())
 
 
 def summarise(run_dir):
@@ -129,8 +144,8 @@ def summarise(run_dir):
     if not episodes or not is_finished(run_dir):
         return None
     args, script = json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
-    defaults, defaults_hash = defaults_of(script, args["env_id"])
-    changed = [name for name in args if args[name] != defaults.get(name) and name not in WHERE_AND_HOW]
+    defaults = defaults_of(script, args["env_id"])
+    changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
     whole = min(100, len(means)) - 1  # the first mean of 100 episodes
@@ -150,7 +165,7 @@ def summarise(run_dir):
         "seconds": f"{checkpoint['seconds']:.0f}",
         "solved_at": episodes[whole + solved[0]]["global_step"] if len(solved) else "",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
-        "defaults": defaults_hash,
+        "defaults": key_of(defaults),
         "versions": record["versions"],
         "commit": record.get("commit", ""),
         "hardware": record.get("hardware", ""),
@@ -192,6 +207,9 @@ def write_csv(name, run_dirs):
     for table in (rows, curves):  # points of one run stay in their order
         table.sort(key=lambda row: (row["env_id"], row["script"], row["exp_name"], row["flags"], int(row["seed"])))
     write_rows(RESULTS / f"{name}.csv", FIELDS, rows)
+    new = (defaults_of(row["script"], row["env_id"]) for _, row in found)
+    known = read_defaults() | {key_of(defaults): defaults for defaults in new}
+    (RESULTS / "defaults.json").write_text(json.dumps(known, indent=1) + "\n")
     write_rows(RESULTS / f"{name}_curves.csv", [*key, "global_step", "seconds", "mean_return"], curves)
     print(f"{len(found)} of {len(run_dirs)} runs -> {RESULTS / name}.csv, which has {len(rows)} now")
     print(settings_table(rows))
@@ -305,7 +323,8 @@ def read_suite(name):
     for key, group in groups.items():
         if len(group) != len({row["seed"] for row in group}):
             raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
-        if len({row["defaults"] for row in group}) > 1:
+        first = read_defaults().get(group[0]["defaults"], {})
+        if any(differ(row, first) for row in group):
             raise SystemExit(f"results/{name}.csv mixes different defaults for {', '.join(key)}: delete the older rows")
     return groups
 
@@ -336,7 +355,7 @@ def suite_table(name):
         task = re.sub(".*[:/]", "", env_id)
         if name != "mujoco" or settings:
             task += f", `{script}.py{' ' * bool(settings)}{settings}`"
-        if rows[0]["defaults"] not in ("", defaults_of(script, env_id)[1]):
+        if differ(rows[0], defaults_of(script, env_id)):
             task += f" (defaults of commit {rows[0]['commit']})"
         cells = [task, f"{int(steps):,}", f"**{number(values.mean(), unit)}**"]
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", str(len(values))]

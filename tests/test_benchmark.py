@@ -1,6 +1,7 @@
 """benchmark/: what it measures is what happened."""
 
 import csv
+import json
 import os
 import re
 import signal
@@ -134,12 +135,18 @@ def test_results_of_other_defaults(finished_runs, tmp_path, monkeypatch):
     report.write_csv("classic", run_dirs(finished_runs[0]))
     rows = report.read_csv(tmp_path / "classic.csv")
     assert "defaults of commit" not in "".join(report.suite_table("classic"))
-    others = [row | {"defaults": "01234567", "commit": "abc"} for row in rows]
+    known = report.read_defaults()
+    ((key, present),) = known.items()
+    known |= {"other": present | {"clip_coef": 0.1}, "later": present | {"a_new_flag": 1}}
+    (tmp_path / "defaults.json").write_text(json.dumps(known))
+    others = [row | {"defaults": "other", "commit": "abc"} for row in rows]
     report.write_rows(tmp_path / "classic.csv", report.FIELDS, others)
     assert "(defaults of commit abc)" in "".join(report.suite_table("classic"))
     report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], others[1]])
     with pytest.raises(SystemExit, match="different defaults"):
         report.suite_table("classic")
+    report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], rows[1] | {"defaults": "later"}])
+    assert rows[0]["defaults"] == key and "defaults of commit" not in "".join(report.suite_table("classic"))
 
 
 def test_intervals():
