@@ -35,8 +35,8 @@ Choices, where implementations of PPO differ:
     (SB3). --desired-kl adapts the learning rate in every minibatch instead (rsl_rl, but with the approximate KL).
  8. Orthogonal initialisation; Adam with eps 1e-5; one norm for the whole gradient; a new permutation for every epoch.
  9. Many environments with short rollouts (100 x 20) whose episodes do not all end together (--stagger-envs), a KL limit
-    that only binds where updates are far too large, and little noise, a learned standard deviation between exp(-1)
-    and exp(-0.5) times what remains of the run, 1 to 0 (--log-std-min, --log-std-max, --anneal-std), carry
+    that only binds where updates are far too large, and little noise, a learned standard deviation between exp(-1.5)
+    and exp(-0.5) times a cosine that falls from 1 to 0 over the run (--log-std-min, --log-std-max, --anneal-std), carry
     the results (benchmark/NOTES.md). README.md has the flags that give CleanRL's settings.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = size of an observation, A = of an action.
@@ -121,9 +121,9 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
     desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01), in place of --anneal-lr
     log_std_init: float = -0.5  # log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = True  # lower the standard deviation linearly to 0 over the run, beside what is learned
+    anneal_std: bool = True  # lower the standard deviation to 0 along a cosine, beside what is learned of it
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
-    log_std_min: float | None = -1.0  # lower bound of the log_std that is learned, before --anneal-std; None: none
+    log_std_min: float | None = -1.5  # lower bound of the log_std that is learned, before --anneal-std; None: none
     log_std_max: float | None = -0.5  # upper bound, the same; plus log(largest action) where that is above 1
 
 
@@ -852,7 +852,8 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        agent.log_std_shift.fill_(math.log(remaining) if args.anneal_std else 0.0)
+        # sin(pi/2 * remaining): a quarter of a cosine, from 1 to 0.
+        agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 

@@ -112,7 +112,7 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = False  # Box: lower the standard deviation linearly to 0 over the run, beside what is learned
+    anneal_std: bool = False  # Box: lower the standard deviation to 0 along a cosine, beside what is learned of it
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
     log_std_max: float | None = None  # Box: upper bound, the same; plus log(largest action) where that is above 1
@@ -1055,7 +1055,8 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        agent.log_std_shift.fill_(math.log(remaining) if args.anneal_std else 0.0)
+        # sin(pi/2 * remaining): a quarter of a cosine, from 1 to 0.
+        agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
