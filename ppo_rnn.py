@@ -1140,7 +1140,8 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
+        # Rounded as in episodes.csv, which --resume takes them from.
+        recent_returns.extend(float(f"{episodic_return:.6g}") for _, episodic_return, _, _ in episodes)
         if recent_returns:
             scalars["charts/last_100_return"] = np.mean(recent_returns)
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)

@@ -58,6 +58,6 @@ if "WITHOUT_SHARED_MEMORY" in os.environ:  # as on several machines
 spy(script.Agent, "__init__", after=lambda agent, *_: agents.append(agent))
 spy(script.RunningMeanStd, "update", before=lambda _, x: record["observations"].append(x.clone()))
 spy(script, "average_over_ranks", before=before_average, after=after_average)
-spy(script, "gather_from_ranks", before=after_iteration)
+spy(script, "gather_from_ranks", before=lambda value: after_iteration(value) if isinstance(value, tuple) else None)
 script.train(script.parse_args(flags))
 torch.save(record, Path(out) / f"rank-{os.environ['RANK']}.pt")

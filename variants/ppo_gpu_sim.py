@@ -1106,7 +1106,8 @@ def train(args, stop_signals=()):
         if due > earlier:
             log_evaluation()
             scalars["charts/eval_return"] = evaluations[-1][1]
-        recent_returns.extend(episodic_return for _, episodic_return, _, _ in episodes)
+        # Rounded as in episodes.csv, which --resume takes them from.
+        recent_returns.extend(float(f"{episodic_return:.6g}") for _, episodic_return, _, _ in episodes)
         if recent_returns:
             scalars["charts/last_100_return"] = np.mean(recent_returns)
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
