@@ -55,7 +55,6 @@ import inspect
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import platform
@@ -1102,6 +1101,7 @@ def train(args, stop_signals=()):
         if not math.isfinite(sum(value for name, value in scalars.items() if name != "losses/explained_variance")):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+        # Evaluations due by now, and before this iteration: evenly spread, the last one after the last iteration.
         due, earlier = (i * args.num_evaluations // num_iterations for i in (iteration, iteration - 1))
         if due > earlier:
             log_evaluation()
@@ -1196,11 +1196,7 @@ def main():
         args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    try:
-        train(args, stop_signals)
-    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
-        for worker in multiprocessing.active_children():
-            worker.kill()
+    train(args, stop_signals)
 
 
 if __name__ == "__main__":

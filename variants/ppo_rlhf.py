@@ -56,7 +56,6 @@ import dataclasses
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import platform
@@ -949,11 +948,7 @@ def main():
         fail("torchrun has started the ranks again: go on with --resume RUN_DIR", code=1)
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
-    try:
-        train(args, stop_signals)
-    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
-        for worker in multiprocessing.active_children():
-            worker.kill()
+    train(args, stop_signals)
 
 
 if __name__ == "__main__":
