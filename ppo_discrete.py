@@ -536,11 +536,12 @@ class SharedMemory:
         self.processes[rank] = os.getpid()
         dist.barrier()
 
-    def exchange(self, message):
-        """message (M,), on every rank -> rows that begin with them, in the order of ranks, (num_ranks, at least M)"""
+    def exchange(self, *message):
+        """message: arrays of one type and M elements together, on every rank -> rows that begin with them, in the order
+        of ranks, (num_ranks, at least M)"""
         self.number += 1
-        rows = self.rows[self.number % 2].view(message.dtype)
-        rows[self.rank, : len(message)] = message
+        rows = self.rows[self.number % 2].view(message[0].dtype)
+        np.concatenate(message, out=rows[self.rank, : sum(x.size for x in message)], casting="no")
         self.numbers[self.rank] = self.number
         for tries in itertools.count(1):
             if self.numbers.min() >= self.number:
@@ -575,18 +576,21 @@ def talk_to_ranks(collective, *arguments):
 
 
 def average_over_ranks(*tensors):
-    """Under torchrun tensors become, in place, their means over all ranks, in one message; alone they stay."""
+    """Under torchrun tensors, of one type, become in place their means over all ranks; alone they stay."""
     if not dist.is_initialized():
         return
-    message = torch.cat([x.flatten() for x in tensors])
-    if shared_memory and message.nbytes <= shared_memory.row_bytes:
-        rows = talk_to_ranks(shared_memory.exchange, message.numpy())
-        message = torch.from_numpy(rows[:, : len(message)].sum(0) / len(rows))
+    if shared_memory and sum(x.nbytes for x in tensors) <= shared_memory.row_bytes:
+        arrays, start = [x.view(-1).numpy() for x in tensors], 0
+        rows = talk_to_ranks(shared_memory.exchange, *arrays)
+        for array in arrays:
+            np.divide(rows[:, start : start + array.size].sum(0), len(rows), out=array)
+            start += array.size
     else:
+        message = torch.cat([x.flatten() for x in tensors])
         talk_to_ranks(dist.all_reduce, message)
         message /= dist.get_world_size()
-    for x, part in zip(tensors, message.split([x.numel() for x in tensors])):
-        x.copy_(part.view_as(x))
+        for x, part in zip(tensors, message.split([x.numel() for x in tensors])):
+            x.copy_(part.view_as(x))
 
 
 def gather_from_ranks(value):

@@ -223,7 +223,7 @@ def main():
         rows = [row for row in rows if row["case"] != case] + new
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(sorted(rows, key=lambda row: row["case"]))
 

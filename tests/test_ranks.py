@@ -5,6 +5,7 @@ import os
 import platform
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -199,6 +200,19 @@ def test_environments_must_divide(script, tmp_path):
     printed = process.communicate(timeout=100)[0]
     assert process.returncode and "--num-envs 7 must be a multiple of the 2 processes of torchrun" in printed
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_ranks_must_begin_together(script, tmp_path):
+    """One rank finds a checkpoint, the other, on a machine with a disk of its own, none: refused, not waited for."""
+    flags = flags_of(**SETTINGS, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
+    _, run_dir = script.train(script.parse_args(flags))
+    command = [sys.executable, str(ROOT / f"{script.__name__}.py"), *map(str, flags)]
+    resume = f"[ $RANK = 0 ] && set -- --resume {shlex.quote(str(run_dir))}"
+    process = start("--no-python", "sh", "-c", f'{resume}; exec {shlex.join(command)} "$@"')
+    printed = process.communicate(timeout=100)[0]
+    assert process.returncode and "ranks would begin in different iterations" in printed
+    assert list(tmp_path.iterdir()) == [run_dir]
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
