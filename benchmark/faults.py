@@ -45,7 +45,8 @@ class StopAt:
 
 def kills(script, folder, tries=50, steps=300_000):
     """kill -9 at random moments of a run, `tries` times; then it shall complete. A second run stops, by itself, where
-    the first one was resumed from: both must have the same learner in the end, and the same episodes."""
+    the first one was resumed from: both must have the same learner in the end, and episodes.csv of the first all
+    episodes that the second has handed to be written, once."""
     program = [sys.executable, str(ROOT / f"{script}.py")]
     flags = ["--env-id", ENV_IDS[script], "--total-timesteps", str(steps), "--no-compile", "--checkpoint-interval", "2"]
     flags += ["--runs-dir", str(folder / "killed")]
@@ -83,11 +84,16 @@ def kills(script, folder, tries=50, steps=300_000):
         break
     run_dir, _ = saved()
     checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    names = ("global_step", "episodic_return", "episodic_length")
+    rows = [tuple(float(row[name]) for name in names) for row in read_csv(run_dir / "episodes.csv")]
 
-    def episodes_of(run_dir):
-        return [row | {"seconds": None} for row in read_csv(run_dir / "episodes.csv")]
+    module, episodes_of_other = load_script(script), []
 
-    module = load_script(script)
+    def write_log(run_dir, episodes_file, writer, episodes, *rest, **more):
+        episodes_of_other.extend((step, float(f"{value:.6g}"), length) for step, value, length, _ in episodes)
+        original(run_dir, episodes_file, writer, episodes, *rest, **more)
+
+    original, module.write_log = module.write_log, write_log
     again, iteration = None, 0
     args = module.parse_args([*flags, "--runs-dir", str(folder / "stopped")])
     for stop in [*sorted(set(resumed_from)), None]:
@@ -102,10 +108,9 @@ def kills(script, folder, tries=50, steps=300_000):
         (again,) = (folder / "stopped").iterdir()
     other = torch.load(again / "checkpoint.pt", weights_only=True)
     same = all(torch.equal(x, other["agent"][name]) for name, x in checkpoint["agent"].items())
-    same_episodes = episodes_of(run_dir) == episodes_of(again)  # none twice, none lost
+    same_episodes = rows == episodes_of_other
     text = f"complete at step {checkpoint['global_step']}; {'the same' if same else 'NOT the same'} learner and "
-    text += f"{'the same' if same_episodes else 'NOT the same'} {len(episodes_of(run_dir))} episodes as"
-    text += " a run that stopped by itself"
+    text += f"{'the same' if same_episodes else 'NOT the same'} {len(rows)} episodes as a run that stopped by itself"
     return done, f"{text} at those {len(set(resumed_from))} checkpoints"
 
 

@@ -33,6 +33,7 @@ def resume_with_a_good_environment(script, run_dir, tmp_path):
     [
         ("ppo_continuous", "Infinity", "gave NaN or infinity in step 600; the last checkpoint, if any, is kept"),
         ("ppo_discrete", "Shape", "ValueError: Output array is the wrong shape"),
+        ("ppo_discrete", "Type", "TypeError: Cannot cast"),
         ("ppo_rnn", "Raise", "RuntimeError: the simulator is lost"),
     ],
     indirect=["script"],
