@@ -278,6 +278,13 @@ def speed_table():
         alone = rows.get((case, "simulator"))
         cells.append(f"{float(alone['ratio']):.0%}" if alone else "")
         lines.append("| " + " | ".join(cells) + " |")
+    one, two = rows["ranks", "one process"], rows["ranks", "ppo_continuous, two"]
+    pairs = [int(b) / int(a) for a, b in zip(one["single_runs"].split(), two["single_runs"].split())]
+    lines += ["", "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, make"]
+    lines[-1] += (
+        f" {float(one['ratio']):.2f} times the steps per second of one process with its 100 environments (median"
+    )
+    lines[-1] += f" of {len(pairs)} pairs, {min(pairs):.2f} to {max(pairs):.2f})."
     versions = []
     for row in rows.values():
         peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own

@@ -385,6 +385,16 @@ def test_statistics_have_seen_what_was_acted_on(tmp_path, monkeypatch):
     torch.testing.assert_close(agent.obs_rms.var, everything.var(0, correction=0), atol=1e-4, rtol=1e-4)
 
 
+def test_first_minibatch_leaves_the_learning_rate(tmp_path, monkeypatch):
+    """Its KL is 0 but for rounding: 5e-8 where a network gives the standard deviations and compiled code compares them
+    with those of eager code."""
+    original = script.normal_kl
+    monkeypatch.setattr(script, "normal_kl", lambda *distributions: original(*distributions) + 5e-8)
+    settings = {"update_epochs": 1, "num_minibatches": 1, "desired_kl": 0.01, "total_timesteps": 160}
+    _, run_dir = script.train(make_args(tmp_path, "google", **settings))
+    assert script.load_checkpoint(run_dir)["optimizer"]["param_groups"][0]["lr"].item() == pytest.approx(3e-4)
+
+
 @pytest.mark.parametrize("update", UPDATES)
 def test_no_step_waits_for_the_device(tmp_path, monkeypatch, update):
     """Between two steps of a rollout nothing asks for a tensor's numbers, which on a GPU would wait for it."""
@@ -523,6 +533,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         (["--update", "google", "--timeouts", "exact"], "--timeouts exact"),
         (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),
         (["--env-id", "torch_envs:no_final_obs"], "--timeouts current-value"),
+        (["--anneal-lr"], "--desired-kl None"),
         (["--init-std", "0"], "--init-std"),
         (["--gamma", "1.5"], "between 0 and 1"),
         (["--desired-kl=-1"], "must not be negative"),
@@ -571,6 +582,25 @@ def test_nan(tmp_path, capsys, monkeypatch, what):
     assert all(torch.isfinite(x).all() for x in checkpoint["agent"].state_dict().values())
 
 
+def test_evaluation_ends_with_the_first_episode():
+    """What a simulator gives afterwards, NaN too, does not count."""
+
+    class Diverges(torch_envs.Drift):
+        ended = torch.zeros(16, dtype=torch.bool)
+
+        def step(self, actions):
+            obs, rewards, terminations, truncations, infos = super().step(actions)
+            rewards = torch.where(self.ended, math.nan, torch.ones(16))
+            self.ended = self.ended | terminations | truncations
+            return obs, rewards, terminations, truncations, infos
+
+    envs = Diverges(16, torch.device("cpu"), 1)
+    sizes = [x.shape[1] for x in script.split_obs(envs.reset(seed=1)[0])]
+    agent = script.Agent(*sizes, envs.single_action_space.low, envs.single_action_space.high, script.Args())
+    returns = script.evaluate(agent, envs, seed=1)
+    assert np.isfinite(returns).all() and len(set(returns)) > 1
+
+
 # ---------------------------------------------------------------------------------------------------- environments
 
 
@@ -614,6 +644,14 @@ def test_gymnasium(tmp_path):
     n = terminations.nonzero()[0]
     assert infos["final_obs"][n, 1].abs() > 0.2 > 0.05 > obs[n, 1].abs()  # fallen; upright again
     script.train(make_args(tmp_path, env_id="InvertedPendulum-v4"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="JAX may see it too")
+def test_brax_without_the_jax_of_the_device(capsys):
+    pytest.importorskip("brax", reason="Brax is not installed: environments of Brax are not tested")
+    with pytest.raises(SystemExit, match="2"):
+        script.BraxEnvs("inverted_pendulum", 2, torch.device("cuda"), "generalized", 30)
+    assert "jax[cuda13]" in capsys.readouterr().err
 
 
 def test_brax(tmp_path, monkeypatch):

@@ -203,6 +203,8 @@ def check_args(args):
     if pieces % args.num_minibatches:
         kind = "unrolls" if args.unroll_length else "steps"
         fail(f"--num-minibatches {args.num_minibatches} must divide the {pieces} {kind} of an iteration")
+    if args.anneal_lr and args.desired_kl is not None:
+        fail("--anneal-lr does not go with --desired-kl, which moves the learning rate too: give --desired-kl None")
     if args.recompute_targets and not args.unroll_length:
         fail("--recompute-targets needs minibatches of whole unrolls: give --unroll-length")
     if args.recompute_targets and args.timeouts == "exact":
@@ -221,7 +223,8 @@ class VectorEnvs(Protocol):
     Observations are a tensor (N, D), or {"policy": (N, D), "critic": (N, P)} where the critic sees other things than
     the actor. An environment whose episode has ended starts the next one within the same step, and returns its first
     observation. Environments of Isaac Lab are of this kind: --env-id MODULE:FUNCTION names a function that makes them,
-    as function(num_envs, device, seed)."""
+    as function(num_envs, device, seed). Under torchrun all ranks make theirs with the same seed: it is the seed of
+    `reset` that differs."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
@@ -270,7 +273,12 @@ class BraxEnvs:
         self.num_envs = num_envs
         self.single_action_space = gym.spaces.Box(-1.0, 1.0, (env.action_size,))
         self.jax, self.jit_reset, self.jit_step = jax, jax.jit(env.reset), jax.jit(env.step)
-        self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+        try:
+            self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+        except (RuntimeError, IndexError):  # what pip takes by itself is the JAX for CPUs
+            fail(f"JAX does not see the device {device}: pip install 'jax[cuda13]' (or cuda12), or --device cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)  # only its tensors can be handed to JAX
 
     def reset(self, seed=None):
         keys = self.jax.random.split(self.jax.random.PRNGKey(seed % 2**32), self.num_envs)
@@ -836,11 +844,11 @@ def evaluate(agent, envs, seed, deterministic=True):
     with torch.random.fork_rng(devices):  # its random numbers are its own: training goes on as if it had not been
         torch.manual_seed(seed)
         obs, _ = envs.reset(seed=seed)
-        running, episodic_returns = 1.0, 0.0
+        running, episodic_returns = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.obs_rms.mean.device), 0.0
         while True:
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
-            episodic_returns = episodic_returns + rewards * running
-            running = running * (~(terminations | truncations)).float()
+            episodic_returns = episodic_returns + torch.where(running, rewards, 0.0)  # what comes later may be NaN
+            running &= ~(terminations | truncations)
             if not running.any():
                 return episodic_returns.cpu().numpy()
 
@@ -1064,6 +1072,8 @@ def train(args, stop_signals=()):
             parts = [x[:, permutation].split(columns // args.num_minibatches, dim=1) for x in batch.values()]
             for minibatch in zip(*parts):
                 *gradients, metrics = compute_gradients(dict(zip(batch, minibatch)))
+                if not all_metrics:  # the KL of the policy and itself: rounding shall not move the learning rate
+                    metrics["kl"].zero_()
                 average_over_ranks(*gradients, metrics["kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["kl"].item() > 1.5 * args.target_kl
@@ -1176,6 +1186,7 @@ def main():
         for name in vars(args):
             if name not in takes and getattr(args, name) != getattr(checkpoint["args"], name):
                 fail(f"--evaluate takes --eval-*, --seed and --device, not --{name.replace('_', '-')}")
+        check_args(args)  # again: the device may be that of the checkpoint
         device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu")
         if args.device != "auto":
             device = torch.device(args.device)

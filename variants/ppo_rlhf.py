@@ -33,6 +33,7 @@ Choices, where implementations differ:
  2. What is an action follows from the first EOS, never from the padding token: both may be the same one (GPT-2).
  3. Advantages by GAE within the answer (gamma 1, lambda 0.95), whose end has the value 0. They are not normalised.
  4. Losses are means over the tokens of a minibatch, so that long answers weigh more; policy and value are clipped.
+    Processes weigh the same, however many tokens each has (DeepSpeed).
     Actor and critic have an Adam each, with betas (0.9, 0.95); learning rates fall linearly, without a warm-up.
  5. There is no dropout, and old and new log-probabilities are both of the forward pass, never of `generate` with its
     cache: the probability ratio is 1 in the first minibatch of an iteration.
@@ -310,7 +311,8 @@ def load_prompts(args, tokenizer, *models):
     lines, source = BUILTIN_PROMPTS, args.prompts or "the built-in task"
     if args.prompts:
         try:
-            lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+            with open(args.prompts, encoding="utf-8") as file:
+                lines = [line.removesuffix("\n") for line in file]
             if args.prompts.endswith(".jsonl"):
                 lines = [str(json.loads(line)["prompt"]) for line in lines]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -721,8 +723,11 @@ def train(args, stop_signals=()):
     actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
     checkpointing = on_cuda and args.gradient_checkpointing
     if checkpointing:
-        actor.gradient_checkpointing_enable()
-        critic.gradient_checkpointing_enable()
+        try:
+            actor.gradient_checkpointing_enable()
+            critic.gradient_checkpointing_enable()
+        except ValueError as error:
+            fail(f"{str(error).splitlines()[0]} Use --no-gradient-checkpointing")
     default_rates = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)
     rates = zip((args.actor_learning_rate, args.critic_learning_rate), default_rates)
     base_rates = [default if rate is None else rate for rate, default in rates]
