@@ -196,6 +196,9 @@ def write_csv(name, run_dirs):
             env_id = json.loads((run_dir / "args.json").read_text())["env_id"]
             if (not tasks or (script, env_id) in tasks) and (row := summarise(run_dir)):
                 found.append((run_dir, row))
+    if run_dirs and not found:
+        of_suite = f" of the suite {name}" if tasks else ""
+        raise SystemExit(f"report.py: error: none of these is the folder of a finished run{of_suite}; runs/* are meant")
     rows, curves = read_csv(RESULTS / f"{name}.csv"), read_csv(RESULTS / f"{name}_curves.csv")
     for run_dir, row in found:
         same = [str(row[field]) for field in key]

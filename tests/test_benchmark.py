@@ -123,8 +123,9 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     assert "490.0 at 500,000 | 500.0† at 100,000" in line
     assert f"| {np.mean([float(row['evaluation']) for row in rows]):.1f} |" in line
     assert all(row["versions"] and row["commit"] and row["hardware"] for row in rows)
-    report.write_csv("mujoco", run_dirs(finished_runs[0]))  # none of its tasks
-    assert report.read_csv(tmp_path / "mujoco.csv") == []
+    for name, paths in (("mujoco", run_dirs(finished_runs[0])), ("some", [finished_runs[0]])):
+        with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+            report.write_csv(name, paths)  # none of its tasks; the folder of the folders
     pictures = [(tmp_path / name).read_bytes() for name in ("classic.png", "classic_time.png")]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
