@@ -40,8 +40,8 @@ SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}  # mean return 
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks. They were chosen on "
-    "these tasks but Humanoid, on seeds 1 to 3 (benchmark/NOTES.md). Their noise falls to 0 over the run "
-    "(`--anneal-std`), while CleanRL's agents explore to the end. TRPO, sb3-contrib's, is evaluated at the end of its "
+    "these tasks, on seeds 1 to 3, Hopper's 4, and of Humanoid only 1 (benchmark/NOTES.md). Their noise falls to 0 "
+    "over the run (`--anneal-std`), while CleanRL's agents explore to the end. TRPO, sb3-contrib's, is evaluated at the end of its "
     "runs. Figures of others, CleanRL's apart, are of the versions -v2 and -v3 of a task",
     "classic": "Classic control",
     "memory": "Tasks that need a memory",
@@ -283,11 +283,9 @@ def speed_table():
         lines.append("| " + " | ".join(cells) + " |")
     one, two = rows["ranks", "one process"], rows["ranks", "ppo_continuous, two"]
     pairs = [int(b) / int(a) for a, b in zip(one["single_runs"].split(), two["single_runs"].split())]
-    lines += ["", "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, make"]
-    lines[-1] += (
-        f" {float(one['ratio']):.2f} times the steps per second of one process with its 100 environments (median"
-    )
-    lines[-1] += f" of {len(pairs)} pairs, {min(pairs):.2f} to {max(pairs):.2f})."
+    text = "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, make"
+    text += f" {float(one['ratio']):.2f} times the steps per second of one process with its 100 environments"
+    lines += ["", f"{text} (median of {len(pairs)} pairs, {min(pairs):.2f} to {max(pairs):.2f})."]
     versions = []
     for row in rows.values():
         peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own

@@ -844,7 +844,8 @@ def evaluate(agent, envs, seed, deterministic=True):
     with torch.random.fork_rng(devices):  # its random numbers are its own: training goes on as if it had not been
         torch.manual_seed(seed)
         obs, _ = envs.reset(seed=seed)
-        running, episodic_returns = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.obs_rms.mean.device), 0.0
+        running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.obs_rms.mean.device)
+        episodic_returns = torch.zeros(envs.num_envs, device=agent.obs_rms.mean.device)
         while True:
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns = episodic_returns + torch.where(running, rewards, 0.0)  # what comes later may be NaN
