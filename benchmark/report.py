@@ -41,8 +41,8 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks. They were chosen on "
     "these tasks, on seeds 1 to 3, Hopper's 4, and of Humanoid only 1 (benchmark/NOTES.md). Their noise falls to 0 "
-    "over the run (`--anneal-std`), while CleanRL's agents explore to the end. TRPO, sb3-contrib's, is evaluated at the end of its "
-    "runs. Figures of others, CleanRL's apart, are of the versions -v2 and -v3 of a task",
+    "over the run (`--anneal-std`), while CleanRL's agents explore to the end. TRPO, sb3-contrib's, is evaluated at "
+    "the end of its runs. Figures of others, CleanRL's apart, are of the versions -v2 and -v3 of a task",
     "classic": "Classic control",
     "memory": "Tasks that need a memory",
 }
