@@ -986,15 +986,24 @@ def train(args, stop_signals=()):
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
         return agent.to_env_action(action), state
 
+    memory_parameters = [*agent.encoder.parameters(), *agent.memories.parameters()]
+    head_parameters = [parameter for parameter in parameters if all(parameter is not p for p in memory_parameters)]
+
     @compiled
-    def compute_loss(*minibatch):
-        return ppo_loss(agent, args, clip_scale, *minibatch)
+    def compute_head_gradients(features, *minibatch):
+        """features (M, F), which need a gradient -> gradients of the features and of all parameters behind them"""
+        loss, metrics = ppo_loss(agent, args, clip_scale, features, *minibatch)
+        return torch.autograd.grad(loss, [features, *head_parameters]), metrics
 
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
-        # The replay is not compiled: its length, T + the most starts in a column, differs between minibatches.
+        # The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. What
+        # follows is, there and back in one call: two calls, each of which autograd has to manage, take twice as long.
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
-        loss, metrics = compute_loss(features, *(x.flatten(0, 1) for x in minibatch))
-        return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
+        rows = features.detach().requires_grad_(), *(x.flatten(0, 1) for x in minibatch)
+        (feature_gradient, *head_gradients), metrics = compute_head_gradients(*rows)
+        memory_gradients = torch.autograd.grad(features, memory_parameters, feature_gradient)
+        gradients = dict(zip(head_parameters + memory_parameters, [*head_gradients, *memory_gradients]))
+        return torch.cat([gradients[parameter].flatten() for parameter in parameters]), metrics
 
     @torch.no_grad()
     @compiled
