@@ -24,8 +24,8 @@
 
 Choices, where implementations of PPO differ:
  1. A truncated episode (time limit) is bootstrapped from the observation it really ended in; a terminated one is not.
- 2. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is exactly 1 in
-    the first minibatch of an iteration. The statistics belong to the agent, so no checkpoint can be without them.
+ 2. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is 1, up to
+    rounding, in the first minibatch of an iteration. The statistics are part of the agent, and of every checkpoint.
  3. Rewards are divided by the running standard deviation of the discounted return, which starts again after every end
     of an episode (baselines, SB3). Logged returns are raw.
  4. The critic runs after the rollout, over all of it at once; with --recompute-advantages again before every later
@@ -216,10 +216,11 @@ def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
     same_step = gym.vector.AutoresetMode.SAME_STEP
-    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
-    # Forked, whatever Python's default is: workers then ignore Ctrl-C as this process does, and finish the iteration.
-    context = {"context": "fork"} if args.async_envs and sys.platform == "linux" else {}
-    make = partial(make, vector_kwargs={"autoreset_mode": same_step} | context)
+    options = {"autoreset_mode": same_step}
+    if args.async_envs and sys.platform == "linux":
+        # Whatever Python's default is: forked workers ignore Ctrl-C as this process does, and finish the iteration.
+        options["context"] = "fork"
+    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     if "NoFrameskip" in args.env_id or (args.env_id.startswith("ale_py:") and not is_atari(args.env_id)):
         fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
     if is_atari(args.env_id):  # ale-py has a vector of games in native threads
@@ -275,11 +276,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """x: (N, size), any type of number"""
-        self.update_each(x.unsqueeze(0))
-
-    def update_each(self, x):
-        """T updates in a row, as one: x (T, N, size) -> the variance after each of them, (T, size)"""
+        """T updates in a row, as one: x (T, N, size), of any type -> the variance after each of them, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around it lose no digits
         x, mean = x - center, self.mean - center
@@ -419,7 +416,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
         discounted_returns.masked_fill_(end, 0.0)
-    variances = return_rms.update_each(all_returns.unsqueeze(-1))  # (T, 1)
+    variances = return_rms.update(all_returns.unsqueeze(-1))  # (T, 1)
     return (rewards / (variances + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
 
 
@@ -749,26 +746,27 @@ def make_evaluation_env(env_id, draw, sticky_actions):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
-@torch.random.fork_rng()  # its random numbers are its own: training goes on as if it had not been
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
     env = make_evaluation_env(env_id, draw=video_dir is not None, sticky_actions=agent.args.sticky_actions)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
     has_fire = is_atari(env_id) and env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]
-    torch.manual_seed(seed)
-    episodic_returns = np.zeros(episodes)
-    for episode in range(episodes):
-        obs, infos = env.reset(seed=seed + episode)
-        if has_fire:  # as ale-py's vector of games does
-            obs, *_, infos = env.step(1)
-        ended = False
-        while not ended:
-            has_mask = "action_mask" in infos and agent.args.mask_actions
-            mask = np.hstack(infos["action_mask"]) if has_mask else None
-            obs, reward, terminated, truncated, infos = env.step(agent.predict(obs, deterministic, mask))
-            episodic_returns[episode] += reward
-            ended = terminated or truncated
+    devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # its random numbers are its own: training goes on as if it had not been
+        torch.manual_seed(seed)
+        episodic_returns = np.zeros(episodes)
+        for episode in range(episodes):
+            obs, infos = env.reset(seed=seed + episode)
+            if has_fire:  # as ale-py's vector of games does
+                obs, *_, infos = env.step(1)
+            ended = False
+            while not ended:
+                has_mask = "action_mask" in infos and agent.args.mask_actions
+                mask = np.hstack(infos["action_mask"]) if has_mask else None
+                obs, reward, terminated, truncated, infos = env.step(agent.predict(obs, deterministic, mask))
+                episodic_returns[episode] += reward
+                ended = terminated or truncated
     env.close()
     return episodic_returns
 
@@ -805,6 +803,7 @@ def train(args, stop_signals=()):
         torch.set_num_threads(1)  # these networks are too small for more
     agent.to(device)
     # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
+    # From here on nothing may give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
     parameters = list(agent.parameters())
     flat_parameters = parameters_to_vector(parameters).detach()
     vector_to_parameters(flat_parameters, parameters)
@@ -827,7 +826,9 @@ def train(args, stop_signals=()):
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
         agent.load_state_dict(checkpoint["agent"].state_dict())
         (group,) = checkpoint["optimizer"]["param_groups"]
-        group |= {"capturable": on_cuda, "lr": lr.copy_(group["lr"])}  # the checkpoint may be from another device
+        if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
+            lr.copy_(group["lr"])
+        group |= {"capturable": on_cuda, "lr": lr}  # the checkpoint may be from another device
         optimizer.load_state_dict(checkpoint["optimizer"])
         lr = optimizer.param_groups[0]["lr"]
         if len(checkpoint["rng_states"]) == num_ranks:
@@ -852,7 +853,7 @@ def train(args, stop_signals=()):
         """raw_obs (N, *D), action_mask (N, A) -> actions for the environments. What the update needs, obs (N, *D),
         action (N, K) and log_prob (N,), is written into the rows of the rollout that are given."""
         if args.norm_obs and not agent.sees_images:
-            agent.obs_rms.update(raw_obs)
+            agent.obs_rms.update(raw_obs.unsqueeze(0))
         obs = agent.normalize_obs(raw_obs)
         action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
@@ -923,7 +924,7 @@ def train(args, stop_signals=()):
 
         # -------------------------------------------------------------------------------------------- rollout
         sums_before = [rms.sums() for rms in statistics]  # equal on all ranks; what comes now is each one's own
-        episodes, final_obs = [], [obs[0, :0]]
+        episodes, final_obs = [], [obs[0, :0]]  # no row yet, of the right shape for torch.cat
         for t in range(T):
             has_masks = args.mask_actions and "action_mask" in infos
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
@@ -968,7 +969,7 @@ def train(args, stop_signals=()):
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:
+            if epoch > 0 and args.recompute_advantages:  # values too, which --clip-vloss then stays near
                 values, advantages, returns = estimate_advantages(agent, *rollout)
             # Shuffle the flattened batch (b_, B rows) at once, then cut it into minibatches (mb_, M rows).
             permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
@@ -976,6 +977,8 @@ def train(args, stop_signals=()):
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]
             for minibatch in zip(*(x.split(B // args.num_minibatches) for x in b_tensors)):
                 gradient, metrics = compute_gradient(*minibatch)
+                if not all_metrics:  # the agent is still what it was: what --desired-kl would follow here is rounding
+                    metrics["approx_kl"].zero_()
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
@@ -991,9 +994,9 @@ def train(args, stop_signals=()):
         average_over_ranks(*scalars.values())
         # Asked once: a signal that comes later than this waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-        gathered = gather_from_ranks((episodes, list(stop_signals), rng_state))
-        episodes = sorted((x for of_rank, _, _ in gathered for x in of_rank), key=itemgetter(0))
-        stopped_by = [number for _, numbers, _ in gathered for number in numbers]
+        episodes, stopped_by, rng_states = zip(*gather_from_ranks((episodes, list(stop_signals), rng_state)))
+        episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
+        stopped_by = list(itertools.chain(*stopped_by))
         if rank > 0:  # the first one writes for all
             if stopped_by:
                 break
@@ -1023,19 +1026,10 @@ def train(args, stop_signals=()):
 
         # -------------------------------------------------------------------------------------------- checkpoint
         if saving:
-            save_checkpoint(
-                run_dir,
-                {
-                    "script": "ppo_discrete",
-                    "args": vars(args),
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "rng_states": [rng_state for _, _, rng_state in gathered],
-                    "iteration": iteration,
-                    "global_step": global_step,
-                    "seconds": seconds_before + time.time() - start_time,
-                },
-            )
+            checkpoint = {"script": "ppo_discrete", "args": vars(args), "agent": agent.state_dict()}
+            checkpoint |= {"optimizer": optimizer.state_dict(), "rng_states": list(rng_states), "iteration": iteration}
+            checkpoint |= {"global_step": global_step, "seconds": seconds_before + time.time() - start_time}
+            save_checkpoint(run_dir, checkpoint)
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
             videos, name = run_dir / "videos", f"step-{global_step}"
             evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, videos, name)

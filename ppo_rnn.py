@@ -215,10 +215,11 @@ def make_envs(args, num_envs):
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
     quiet_mujoco()
     same_step = gym.vector.AutoresetMode.SAME_STEP
-    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync")
-    # Forked, whatever Python's default is: workers then ignore Ctrl-C as this process does, and finish the iteration.
-    context = {"context": "fork"} if args.async_envs and sys.platform == "linux" else {}
-    make = partial(make, vector_kwargs={"autoreset_mode": same_step} | context)
+    options = {"autoreset_mode": same_step}
+    if args.async_envs and sys.platform == "linux":
+        # Whatever Python's default is: forked workers ignore Ctrl-C as this process does, and finish the iteration.
+        options["context"] = "fork"
+    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     try:
         envs = make()
         obs_space = envs.single_observation_space
@@ -268,11 +269,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """x: (N, size), any type of number"""
-        self.update_each(x.unsqueeze(0))
-
-    def update_each(self, x):
-        """T updates in a row, as one: x (T, N, size) -> the variance after each of them, (T, size)"""
+        """T updates in a row, as one: x (T, N, size), of any type -> the variance after each of them, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around it lose no digits
         x, mean = x - center, self.mean - center
@@ -453,9 +450,11 @@ class Agent(nn.Module):
         if self.args.state_dependent_std:
             mean, log_std = mean.chunk(2, dim=-1)
             log_std = log_std + self.args.log_std_init
+            # With the gradient of what is not clamped: outside its bounds it would have none, and never come back.
+            log_std = log_std + (self.clamp_log_std(log_std) - log_std).detach()
         else:
-            log_std = self.log_std.expand_as(mean)
-        return mean, self.clamp_log_std(log_std) + self.log_std_shift
+            log_std = self.clamp_log_std(self.log_std).expand_as(mean)
+        return mean, log_std + self.log_std_shift
 
     def clamp_log_std(self, log_std):
         """log_std (..., A) as learned, kept between --log-std-min and --log-std-max, the latter scaled with the largest
@@ -464,7 +463,7 @@ class Agent(nn.Module):
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
             reach = torch.max(self.action_high, -self.action_low).nan_to_num(posinf=1.0).clamp(min=1.0).flatten()
-            log_std = log_std.clamp(max=self.args.log_std_max + reach.log())
+            log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
         return log_std
 
     def get_action_and_value(self, features, action=None, action_mask=None):
@@ -521,7 +520,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
         discounted_returns.masked_fill_(end, 0.0)
-    variances = return_rms.update_each(all_returns.unsqueeze(-1))  # (T, 1)
+    variances = return_rms.update(all_returns.unsqueeze(-1))  # (T, 1)
     return (rewards / (variances + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
 
 
@@ -868,24 +867,25 @@ def make_evaluation_env(env_id, draw):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
-@torch.random.fork_rng()  # its random numbers are its own: training goes on as if it had not been
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
     """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
     env = make_evaluation_env(env_id, draw=video_dir is not None)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
-    torch.manual_seed(seed)
-    episodic_returns = np.zeros(episodes)
-    for episode in range(episodes):
-        obs, infos = env.reset(seed=seed + episode)
-        ended, state = False, None
-        while not ended:
-            has_mask = "action_mask" in infos and agent.args.mask_actions
-            mask = np.hstack(infos["action_mask"]) if has_mask else None
-            action, state = agent.predict(obs, state, deterministic, mask)
-            obs, reward, terminated, truncated, infos = env.step(action)
-            episodic_returns[episode] += reward
-            ended = terminated or truncated
+    devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # its random numbers are its own: training goes on as if it had not been
+        torch.manual_seed(seed)
+        episodic_returns = np.zeros(episodes)
+        for episode in range(episodes):
+            obs, infos = env.reset(seed=seed + episode)
+            ended, state = False, None
+            while not ended:
+                has_mask = "action_mask" in infos and agent.args.mask_actions
+                mask = np.hstack(infos["action_mask"]) if has_mask else None
+                action, state = agent.predict(obs, state, deterministic, mask)
+                obs, reward, terminated, truncated, infos = env.step(action)
+                episodic_returns[episode] += reward
+                ended = terminated or truncated
     env.close()
     return episodic_returns
 
@@ -930,6 +930,7 @@ def train(args, stop_signals=()):
         torch.set_num_threads(1)  # these networks are too small for more
     agent.to(device)
     # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
+    # From here on nothing may give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
     parameters = list(agent.parameters())
     flat_parameters = parameters_to_vector(parameters).detach()
     vector_to_parameters(flat_parameters, parameters)
@@ -953,7 +954,9 @@ def train(args, stop_signals=()):
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
         agent.load_state_dict(checkpoint["agent"].state_dict())
         (group,) = checkpoint["optimizer"]["param_groups"]
-        group |= {"capturable": on_cuda, "lr": lr.copy_(group["lr"])}  # the checkpoint may be from another device
+        if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
+            lr.copy_(group["lr"])
+        group |= {"capturable": on_cuda, "lr": lr}  # the checkpoint may be from another device
         optimizer.load_state_dict(checkpoint["optimizer"])
         lr = optimizer.param_groups[0]["lr"]
         if len(checkpoint["rng_states"]) == num_ranks:
@@ -979,7 +982,7 @@ def train(args, stop_signals=()):
         state. What the update needs, obs (N, *D), action (N, K or A) and log_prob (N,), is written into the rows of the
         rollout that are given."""
         if args.norm_obs and not agent.sees_images:
-            agent.obs_rms.update(raw_obs)
+            agent.obs_rms.update(raw_obs.unsqueeze(0))
         obs = agent.normalize_obs(raw_obs)
         features, state = agent.remember(obs, state.masked_fill(episode_start.unsqueeze(1), 0.0))
         action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
@@ -1068,7 +1071,8 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        # sin(pi/2 * remaining): a quarter of a cosine, from 1 to 0.
+        # sin(pi/2 * remaining): a quarter of a cosine, from 1 to 0. Beside log_std, not in it: Adam and the bounds see
+        # only what is learned.
         agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
@@ -1120,12 +1124,14 @@ def train(args, stop_signals=()):
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:
+            if epoch > 0 and args.recompute_advantages:  # values too, which --clip-vloss then stays near
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
+                if not all_metrics:  # the agent is still what it was: what --desired-kl would follow here is rounding
+                    metrics["approx_kl"].zero_()
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
@@ -1141,9 +1147,9 @@ def train(args, stop_signals=()):
         average_over_ranks(*scalars.values())
         # Asked once: a signal that comes later than this waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-        gathered = gather_from_ranks((episodes, list(stop_signals), rng_state))
-        episodes = sorted((x for of_rank, _, _ in gathered for x in of_rank), key=itemgetter(0))
-        stopped_by = [number for _, numbers, _ in gathered for number in numbers]
+        episodes, stopped_by, rng_states = zip(*gather_from_ranks((episodes, list(stop_signals), rng_state)))
+        episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
+        stopped_by = list(itertools.chain(*stopped_by))
         if rank > 0:  # the first one writes for all
             if stopped_by:
                 break
@@ -1173,19 +1179,10 @@ def train(args, stop_signals=()):
 
         # -------------------------------------------------------------------------------------------- checkpoint
         if saving:
-            save_checkpoint(
-                run_dir,
-                {
-                    "script": "ppo_rnn",
-                    "args": vars(args),
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "rng_states": [rng_state for _, _, rng_state in gathered],
-                    "iteration": iteration,
-                    "global_step": global_step,
-                    "seconds": seconds_before + time.time() - start_time,
-                },
-            )
+            checkpoint = {"script": "ppo_rnn", "args": vars(args), "agent": agent.state_dict()}
+            checkpoint |= {"optimizer": optimizer.state_dict(), "rng_states": list(rng_states), "iteration": iteration}
+            checkpoint |= {"global_step": global_step, "seconds": seconds_before + time.time() - start_time}
+            save_checkpoint(run_dir, checkpoint)
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
             videos, name = run_dir / "videos", f"step-{global_step}"
             evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, videos, name)

@@ -82,7 +82,7 @@ def test_running_statistics(script):
     inputs, expected = golden("rms_gym_sb3")
     agent = make_agent(script, obs_size=2)
     for batch, after in zip(inputs["batches"], expected["after_each"]):
-        agent.obs_rms.update(batch)
+        agent.obs_rms.update(batch.unsqueeze(0))
         torch.testing.assert_close(agent.obs_rms.mean, after["mean"], atol=1e-7, rtol=0)
         torch.testing.assert_close(agent.obs_rms.var, after["var"], atol=1e-7, rtol=1e-12)
         torch.testing.assert_close(agent.obs_rms.count.item(), after["count"], atol=1e-7, rtol=0)

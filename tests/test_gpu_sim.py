@@ -134,7 +134,7 @@ def test_statistics_are_those_of_others(case):
     inputs, expected = golden(case)
     rms = script.RunningMeanStd((2,))
     for batch in inputs["batches"]:
-        rms.update(batch)
+        rms.update(batch.unsqueeze(0))
     variance = (
         expected["var"] if "var" in expected else expected.get("summed_variance", expected.get("running_variance")) / 5
     )

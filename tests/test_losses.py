@@ -262,7 +262,8 @@ def test_target_kl_stops_before_the_step(script, small_args, monkeypatch):
     args = small_args(total_timesteps=64, num_minibatches=2, update_epochs=3, target_kl=inputs["target_kl"])
     _, run_dir = script.train(args)
     assert len(steps) == expected["sb3"]["optimizer_steps"]
-    assert scalars(run_dir)["losses/approx_kl"][0][1] == pytest.approx((0.002 + 0.009 + 0.011 + 0.016) / 4)
+    logged = scalars(run_dir)["losses/approx_kl"][0][1]  # without the first, 0.002: the agent is still the same
+    assert logged == pytest.approx((0.009 + 0.011 + 0.016) / 4)
 
 
 def test_permutations_and_annealing(script, small_args, monkeypatch):
@@ -321,6 +322,28 @@ def test_log_std_stays_where_it_has_a_gradient(script, small_args):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize("drift, bound", [(0.2, -0.5), (-2.0, -1.5)])
+def test_bounded_log_std_of_a_network_has_a_gradient(script, drift, bound):
+    """Outside its bounds a state-dependent log_std is what they say, and is still told where to go."""
+    flags = {"state_dependent_std": True, "log_std_init": -0.5, "log_std_min": -1.5, "log_std_max": -0.5}
+    agent = make_agent(script, **flags)
+    agent.actor[-1].bias.data[3:] += drift
+    obs = torch.randn(8, 3)
+    _, log_std = agent.get_mean_and_log_std(obs)
+    torch.testing.assert_close(log_std.detach(), torch.full((8, 3), bound))
+    agent.get_action_and_value(obs)[2].mean().backward()  # the entropy rises by one with every log_std
+    torch.testing.assert_close(agent.actor[-1].bias.grad, torch.tensor([0.0] * 3 + [1.0] * 3))
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+def test_actions_of_double_precision(script):
+    """float64 bounds leave the policy in float32: under torchrun its KL is averaged together with the gradient."""
+    agent = make_agent(script, log_std_max=0.0)
+    agent.action_low, agent.action_high = agent.action_low.double(), 2 * agent.action_high.double()
+    assert {x.dtype for x in agent.get_action_and_value(torch.randn(8, 3))} == {torch.float32}
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_upper_bound_of_log_std_follows_the_reach_of_actions(script):
     """Up to the bound where actions end at 1 or before, further where they go further, up or down; nothing is known of
     infinity."""
@@ -338,6 +361,28 @@ def test_desired_kl_moves_the_learning_rate(script, small_args):
     for desired_kl, low, high in [(10.0, 0.0099, 0.0101), (1e-6, 0.9e-5, 1e-4)]:
         _, run_dir = script.train(small_args(total_timesteps=640, desired_kl=desired_kl))
         assert low <= scalars(run_dir)["charts/learning_rate"][-1][1] <= high
+
+
+def test_desired_kl_waits_for_the_first_step(script, small_args, monkeypatch):
+    """In the first minibatch of an iteration the agent is still the same: its KL is rounding, and counts as none."""
+    original, kls = script.adapt_learning_rate, []
+    monkeypatch.setattr(script, "adapt_learning_rate", lambda *args: kls.append(float(args[1])) or original(*args))
+    # One environment, for other products of matrices in acting than in learning; little noise, which enlarges rounding.
+    noise = {} if script.__name__ == "ppo_discrete" else {"log_std_init": -6.0, "log_std_min": None}
+    epochs = {"num_minibatches": 1, "update_epochs": 4, "target_kl": None}
+    script.train(small_args(num_envs=1, desired_kl=0.01, **epochs, **noise))
+    assert len(kls) == 16 * 4 and not any(kls[::4]) and all(kls[1::4])
+
+
+def test_desired_kl_goes_on_from_a_new_learning_rate(script, small_args):
+    """--desired-kl goes on with the learning rate that it has come to, unless another one is given."""
+    # The only minibatch of an iteration is its first one, which changes nothing.
+    flags = {"desired_kl": 0.01, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}
+    _, run_dir = script.train(small_args(learning_rate=1e-4, **flags))
+    for steps, given, expected in [(192, {}, 1e-4), (256, {"learning_rate": 2e-4}, 2e-4), (320, {}, 2e-4)]:
+        args = script.load_checkpoint(run_dir)["args"]
+        script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=steps, **given))
+        assert scalars(run_dir)["charts/learning_rate"][-1][1] == pytest.approx(expected)
 
 
 def test_compiled_functions_refuse_other_shapes_and_types():

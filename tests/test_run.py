@@ -262,6 +262,21 @@ def test_stagger_envs(script, small_args, async_envs):
         assert [int(row[0]) for row in table] == [4 * end for end in ends] and {row[2] for row in table} == {"200"}
 
 
+class Cutter(gym.Wrapper):
+    def step(self, action):
+        *step, info = self.env.step(action)
+        return *step, info | {"cut": True}
+
+
+def test_episodes_are_logged_whatever_the_environment_says(script, small_args, monkeypatch):
+    """Only what --stagger-envs cuts is left out."""
+    make_vec = gym.make_vec
+    wrap = lambda *args, wrappers=(), **options: make_vec(*args, wrappers=[Cutter, *wrappers], **options)  # noqa: E731
+    monkeypatch.setattr(gym, "make_vec", wrap)
+    _, run_dir = script.train(small_args(env_id=probe(script, "Chain")))
+    assert len(rows(run_dir)) > 10
+
+
 def test_episodes_span_rollouts(script, small_args):
     """Chain episodes of 3, 5, 2 and 7 steps in rollouts of 4: whole lengths and raw, undiscounted returns."""
     _, run_dir = script.train(
@@ -277,6 +292,15 @@ def test_episodes_span_rollouts(script, small_args):
         length = int(row[2])
         rewards = CHAIN_VALUES[:length] - CHAIN_GAMMA * CHAIN_VALUES[1 : length + 1]
         assert float(row[1]) == pytest.approx(rewards.sum(), rel=1e-5)
+
+
+def test_evaluation_of_an_agent_on_the_cpu_touches_no_gpu(script, small_args, monkeypatch):
+    """Not even to keep its random numbers: it may be somebody else's."""
+    args = small_args()
+    agent, _ = script.train(args)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail("asked a GPU"))
+    script.evaluate(agent, args.env_id, 1, args.seed)
 
 
 def test_evaluate(script, small_args):

@@ -371,11 +371,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """x: (N, size), any type of number"""
-        self.update_each(x.unsqueeze(0))
-
-    def update_each(self, x):
-        """T updates in a row, as one: x (T, N, size) -> the variance after each of them, (T, size)"""
+        """T updates in a row, as one: x (T, N, size), of any type -> the variance after each of them, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around it lose no digits
         x, mean = x - center, self.mean - center
@@ -1087,7 +1083,7 @@ def train(args, stop_signals=()):
         # The statistics move now, for the next rollout: what was collected and learned from was normalised alike.
         for rms, raw in statistics.items():
             before = rms.sums()
-            rms.update(raw[:T].flatten(0, 1))
+            rms.update(raw[:T].flatten(0, 1).unsqueeze(0))
             rms.pool(before)
 
         # -------------------------------------------------------------------------------------------- log
@@ -1105,9 +1101,9 @@ def train(args, stop_signals=()):
         )
         episodes = [(*row, seconds) for row in zip(*(x.tolist() for x in columns_of_csv))]
         global_step += args.num_envs * T
-        gathered = gather_from_ranks((episodes, list(stop_signals), rng_state))
-        episodes = sorted((x for of_rank, _, _ in gathered for x in of_rank), key=itemgetter(0))
-        stopped_by = [number for _, numbers, _ in gathered for number in numbers]
+        episodes, stopped_by, rng_states = zip(*gather_from_ranks((episodes, list(stop_signals), rng_state)))
+        episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
+        stopped_by = list(itertools.chain(*stopped_by))
         if rank > 0:  # the first one writes for all
             if stopped_by:
                 break
@@ -1148,7 +1144,7 @@ def train(args, stop_signals=()):
                     "args": vars(args),
                     "agent": agent.state_dict(),
                     "optimizer": optimizer.state_dict(),
-                    "rng_states": [rng_state for _, _, rng_state in gathered],
+                    "rng_states": list(rng_states),
                     "evaluations": evaluations,
                     "iteration": iteration,
                     "global_step": global_step,
