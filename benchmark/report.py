@@ -52,7 +52,7 @@ SPEED = {
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
-    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128 as by default: one here, two there",
+    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128: one here, two there, as by default",
     "rnn-shared": "the same with one LSTM on both sides",
     "rnn-separate": "the same with two LSTMs on both sides",
 }

@@ -4,7 +4,7 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete   # SB3's PPO
     python benchmark/speed.py discrete --cleanrl PATH              # CleanRL too, from a checkout
-    python benchmark/speed.py continuous-8 --leanrl PATH           # LeanRL too
+    python benchmark/speed.py continuous-8 --cleanrl PATH --leanrl PATH   # LeanRL too
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
 
 Both want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails with a newer
@@ -96,9 +96,11 @@ def simulator(env_id, envs):
 
 
 def rnn_case(separate):
-    """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs; actor and critic share it, or have one each."""
+    """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs; actor and critic share it, or have one each;
+    nothing is normalised but advantages."""
     flags = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "recompute_advantages": False}
     flags |= {"hidden_size": 128, "separate_critic_rnn": separate, "env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
+    flags |= {"norm_obs": False, "norm_reward": False}
     policy = {"lstm_hidden_size": 128, "enable_critic_lstm": separate, "shared_lstm": not separate}
     settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "policy_kwargs": policy}
     names = {"package": "sb3_contrib", "algorithm": "RecurrentPPO", "policy": "MlpLstmPolicy"}
@@ -216,10 +218,13 @@ def main():
     parser.add_argument("--leanrl", type=Path, help="a checkout of LeanRL, likewise")
     args = parser.parse_args()
     checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
-    path = RESULTS / "speed.csv"
+    path, cases = RESULTS / "speed.csv", make_cases(*checkouts)
     rows = list(csv.DictReader(path.open())) if path.exists() else []
+    for row in rows:
+        if row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
+            parser.error(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
     for case in args.cases:
-        new = measure(case, make_cases(*checkouts)[case], args.repeats)
+        new = measure(case, cases[case], args.repeats)
         rows = [row for row in rows if row["case"] != case] + new
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
         with open(path, "w", newline="") as file:
