@@ -44,6 +44,7 @@ Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff
 """
 
 import contextlib
+import copy
 import csv
 import dataclasses
 import inspect
@@ -208,6 +209,15 @@ class StaggeredStart(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
+class KeepFinalObs(gym.Wrapper):
+    """Copies the observation in which an episode ends: of an environment that writes them all into one array, it would
+    already be the first of the next."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
+
+
 def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
@@ -219,12 +229,12 @@ def make_envs(args, num_envs):
         options["context"] = "fork"
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     try:
-        envs = make(wrappers=[StaggeredStart])
+        envs = make(wrappers=[StaggeredStart, KeepFinalObs])
         obs_space = envs.single_observation_space
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
-            envs = make(wrappers=[StaggeredStart, gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ImportError, ValueError) as error:
+            envs = make(wrappers=[StaggeredStart, KeepFinalObs, gym.wrappers.FlattenObservation])
+    except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
@@ -257,26 +267,29 @@ class RunningMeanStd(nn.Module):
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
         means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
-        variances = squares / counts - means.square()
+        variances = (squares / counts - means.square()).clamp(min=0)  # below 0 by rounding
         self.mean.copy_(center + means[-1])
         self.var.copy_(variances[-1])
         self.count.copy_(counts[-1])
         return variances
 
-    def sums(self):
-        """Count, sums and sums of squares of all rows, (3, size)"""
-        return torch.stack([torch.ones_like(self.mean), self.mean, self.var + self.mean.square()]) * self.count
+    def sums(self, center):
+        """Count of all rows, and sums and sums of squares of what they differ from a center by, (3, size)"""
+        mean = self.mean - center
+        return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
-    def pool(self, before):
-        """Under torchrun: as if this had seen what all ranks have seen since their sums, then equal, were `before`."""
+    def pool(self, center, before):
+        """Under torchrun: as if this had seen what all ranks have seen since their sums around a center, equal at that
+        time, were `before`. The center is the mean of then: sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
-        news = self.sums() - before
+        news = self.sums(center) - before
         average_over_ranks(news)
         counts, sums, squares = before + dist.get_world_size() * news
+        mean = sums / counts
         self.count.copy_(counts.flatten()[:1])
-        self.mean.copy_(sums / counts)
-        self.var.copy_(squares / counts - self.mean.square())
+        self.mean.copy_(center + mean)
+        self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
 def layer_init(layer, std=2**0.5):
@@ -338,7 +351,8 @@ class Agent(nn.Module):
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
-            reach = torch.max(self.action_high, -self.action_low).nan_to_num(posinf=1.0).clamp(min=1.0)
+            reach = torch.max(self.action_high, -self.action_low).clamp(min=1.0)
+            reach = reach.where(reach < 1e30, 1.0)  # without bounds, whose place infinity or the largest number takes
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
         return log_std
 
@@ -357,6 +371,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):
         """Raw observation(s), flat, (D,) or (N, D) -> action(s) within their bounds, flat, (A,) or (N, A), numpy."""
+        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # not a flipped view
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         action = self.get_mean_and_log_std(obs)[0] if deterministic else self.get_action_and_value(obs)[0]
         return action.clamp(self.action_low, self.action_high).cpu().numpy()
@@ -729,6 +744,8 @@ def train(args, stop_signals=()):
     if num_ranks > 1:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            if device.index >= torch.cuda.device_count():
+                fail(f"torchrun has more processes here than there are GPUs, {torch.cuda.device_count()}")
         join_ranks(device)
     torch.set_num_threads(1)  # these networks are too small for more
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -757,11 +774,15 @@ def train(args, stop_signals=()):
     iteration, global_step, seconds_before = 0, 0, 0.0
     if args.resume:
         checkpoint = load_checkpoint(args.resume)
-        for name in ("env_id", "num_envs", "num_steps", "norm_obs", "state_dependent_std"):
+        for name in ("env_id", "num_envs", "num_steps", "norm_obs", "state_dependent_std", "log_std_init"):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
-        agent.load_state_dict(checkpoint["agent"].state_dict())
+        state = checkpoint["agent"].state_dict()
+        for name, tensor in agent.state_dict().items():
+            if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
+                fail(f"{args.env_id} has other actions now than when {args.resume} began")
+        agent.load_state_dict(state)
         (group,) = checkpoint["optimizer"]["param_groups"]
         if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
             lr.copy_(group["lr"])
@@ -866,7 +887,8 @@ def train(args, stop_signals=()):
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
         # -------------------------------------------------------------------------------------------- rollout
-        sums_before = [rms.sums() for rms in statistics]  # equal on all ranks; what comes now is each one's own
+        # Equal on all ranks; what comes now is each one's own.
+        sums_before = [(rms.mean.clone(), rms.sums(rms.mean)) for rms in statistics]
         episodes, final_obs = [], [obs[0, :0]]  # no row yet, of the right shape for torch.cat
         for t in range(T):
             env_actions = act(torch.from_numpy(next_obs).to(device), obs[t], actions[t], log_probs[t]).cpu().numpy()
@@ -901,7 +923,7 @@ def train(args, stop_signals=()):
         old_values, old_returns = values, returns
 
         for rms, before in zip(statistics, sums_before):
-            rms.pool(before)
+            rms.pool(*before)
 
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False

@@ -49,6 +49,7 @@ Siblings: ppo_continuous.py (Box actions), ppo_rnn.py (memory). `diff` shows wha
 """
 
 import contextlib
+import copy
 import csv
 import dataclasses
 import inspect
@@ -212,6 +213,15 @@ def is_image(space):
     return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36
 
 
+class KeepFinalObs(gym.Wrapper):
+    """Copies the observation in which an episode ends: of an environment that writes them all into one array, it would
+    already be the first of the next."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
+
+
 def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
@@ -229,12 +239,12 @@ def make_envs(args, num_envs):
         make = partial(make, repeat_action_probability=0.25 if args.sticky_actions else 0.0, reward_clipping=False)
         make = partial(make, episodic_life=False, life_loss_info=True)  # a lost life is `terminated`, the game goes on
     try:
-        envs = make()
+        envs = make() if is_atari(args.env_id) else make(wrappers=[KeepFinalObs])
         obs_space = envs.single_observation_space
         if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
             envs.close()
-            envs = make(wrappers=[gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ImportError, ValueError) as error:
+            envs = make(wrappers=[KeepFinalObs, gym.wrappers.FlattenObservation])
+    except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
@@ -283,26 +293,29 @@ class RunningMeanStd(nn.Module):
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
         means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
-        variances = squares / counts - means.square()
+        variances = (squares / counts - means.square()).clamp(min=0)  # below 0 by rounding
         self.mean.copy_(center + means[-1])
         self.var.copy_(variances[-1])
         self.count.copy_(counts[-1])
         return variances
 
-    def sums(self):
-        """Count, sums and sums of squares of all rows, (3, size)"""
-        return torch.stack([torch.ones_like(self.mean), self.mean, self.var + self.mean.square()]) * self.count
+    def sums(self, center):
+        """Count of all rows, and sums and sums of squares of what they differ from a center by, (3, size)"""
+        mean = self.mean - center
+        return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
-    def pool(self, before):
-        """Under torchrun: as if this had seen what all ranks have seen since their sums, then equal, were `before`."""
+    def pool(self, center, before):
+        """Under torchrun: as if this had seen what all ranks have seen since their sums around a center, equal at that
+        time, were `before`. The center is the mean of then: sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
-        news = self.sums() - before
+        news = self.sums(center) - before
         average_over_ranks(news)
         counts, sums, squares = before + dist.get_world_size() * news
+        mean = sums / counts
         self.count.copy_(counts.flatten()[:1])
-        self.mean.copy_(sums / counts)
-        self.var.copy_(squares / counts - self.mean.square())
+        self.mean.copy_(center + mean)
+        self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
 def layer_init(layer, std=2**0.5):
@@ -391,13 +404,15 @@ class Agent(nn.Module):
     def to_env_action(self, action):
         """(..., K) -> (..., *shape of the action space), counted from the start of the space"""
         action = action.reshape(action.shape[:-1] + self.action_start.shape)
-        return action.to(self.action_start.dtype) + self.action_start
+        return (action + self.action_start.long()).to(self.action_start.dtype)
 
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), mask(s) (A,) or (N, A) or None -> action(s) for the environment."""
+        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # not a flipped view
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         if action_mask is not None:
+            action_mask = np.hstack(action_mask) if isinstance(action_mask, tuple) else action_mask
             action_mask = torch.as_tensor(action_mask, dtype=torch.bool, device=obs.device)
         if deterministic:
             log_probs, _ = self.get_log_probs_and_value(obs, action_mask)
@@ -798,6 +813,8 @@ def train(args, stop_signals=()):
     if num_ranks > 1:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            if device.index >= torch.cuda.device_count():
+                fail(f"torchrun has more processes here than there are GPUs, {torch.cuda.device_count()}")
         join_ranks(device)
     if not agent.sees_images:
         torch.set_num_threads(1)  # these networks are too small for more
@@ -824,7 +841,11 @@ def train(args, stop_signals=()):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
-        agent.load_state_dict(checkpoint["agent"].state_dict())
+        state = checkpoint["agent"].state_dict()
+        for name, tensor in agent.state_dict().items():
+            if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
+                fail(f"{args.env_id} has other actions now than when {args.resume} began")
+        agent.load_state_dict(state)
         (group,) = checkpoint["optimizer"]["param_groups"]
         if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
             lr.copy_(group["lr"])
@@ -923,7 +944,8 @@ def train(args, stop_signals=()):
             clip_scale.fill_(remaining)
 
         # -------------------------------------------------------------------------------------------- rollout
-        sums_before = [rms.sums() for rms in statistics]  # equal on all ranks; what comes now is each one's own
+        # Equal on all ranks; what comes now is each one's own.
+        sums_before = [(rms.mean.clone(), rms.sums(rms.mean)) for rms in statistics]
         episodes, final_obs = [], [obs[0, :0]]  # no row yet, of the right shape for torch.cat
         for t in range(T):
             has_masks = args.mask_actions and "action_mask" in infos
@@ -964,7 +986,7 @@ def train(args, stop_signals=()):
         old_values, old_returns = values, returns
 
         for rms, before in zip(statistics, sums_before):
-            rms.pool(before)
+            rms.pool(*before)
 
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False

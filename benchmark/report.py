@@ -22,6 +22,7 @@ import re
 import statistics
 import sys
 from importlib.metadata import distributions
+from operator import itemgetter
 from pathlib import Path
 
 import gymnasium as gym
@@ -148,8 +149,8 @@ def summarise(run_dir):
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
-    whole = min(100, len(means)) - 1  # the first mean of 100 episodes
-    solved = np.flatnonzero(means[whole:] >= SOLVED.get(args["env_id"], np.inf))
+    whole = min(100, len(means)) - 1  # the first mean of 100 episodes, of all where there are fewer
+    solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"], np.inf))
     record = run_dir / "benchmark.json"
     record = json.loads(record.read_text()) if record.exists() else {"versions": VERSIONS}
     return {
@@ -163,7 +164,7 @@ def summarise(run_dir):
         "evaluation": f"{record['evaluation']:.1f}" if "evaluation" in record else "",
         "episodes": len(episodes),
         "seconds": f"{checkpoint['seconds']:.0f}",
-        "solved_at": episodes[whole + solved[0]]["global_step"] if len(solved) else "",
+        "solved_at": episodes[99 + solved[0]]["global_step"] if len(solved) else "",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
         "defaults": key_of(defaults),
         "versions": record["versions"],
@@ -193,7 +194,10 @@ def write_csv(name, run_dirs):
     tasks, found = {(script, env_id) for script, env_id, _ in suites.get(name, [])}, []
     for run_dir in run_dirs:
         if (run_dir / "args.json").is_file() and (ROOT / f"{(script := script_of(run_dir))}.py").is_file():
-            env_id = json.loads((run_dir / "args.json").read_text())["env_id"]
+            args = json.loads((run_dir / "args.json").read_text())
+            if args["exp_name"].startswith("tune-"):  # tune.py's, whose folders may lie beside these
+                continue
+            env_id = args["env_id"]
             if (not tasks or (script, env_id) in tasks) and (row := summarise(run_dir)):
                 found.append((run_dir, row))
     if run_dirs and not found:
@@ -332,7 +336,7 @@ def read_suite(name):
         if len(group) != len({row["seed"] for row in group}):
             raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
         first = read_defaults().get(group[0]["defaults"], {})
-        if any(differ(row, first) for row in group):
+        if any(differ(row, first) or bool(row["defaults"]) != bool(first) for row in group):
             raise SystemExit(f"results/{name}.csv mixes different defaults for {', '.join(key)}: delete the older rows")
     return groups
 
@@ -350,7 +354,11 @@ def suite_table(name):
     evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
     text = f"{SUITES[name]}. Mean return of the last 100 training episodes, with its 95% bootstrap interval over seeds"
     text += " (too narrow where there are few: of three it is their range)"
-    lines = [text + "; and of ten episodes that the trained agent plays without exploring" * evaluated + "."]
+    lines = [
+        text
+        + "; and of episodes (--eval-episodes, ten) that the trained agent plays without exploring" * evaluated
+        + "."
+    ]
     columns = ["task", "steps", "last 100 episodes", "95% interval", "seeds", *["evaluated"] * evaluated, "CleanRL"]
     columns += ["highest PPO found", *["TRPO"] * trpo]
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
@@ -363,6 +371,8 @@ def suite_table(name):
         task = re.sub(".*[:/]", "", env_id)
         if name != "mujoco" or settings:
             task += f", `{script}.py{' ' * bool(settings)}{settings}`"
+        if (episodes := min(int(row["episodes"]) for row in rows)) < 100:
+            task += f" (of {episodes} episodes)"
         if differ(rows[0], defaults_of(script, env_id)):
             task += f" (defaults of commit {rows[0]['commit']})"
         cells = [task, f"{int(steps):,}", f"**{number(values.mean(), unit)}**"]
@@ -375,7 +385,8 @@ def suite_table(name):
             if row and not 0.95 < int(steps) / int(row["steps"]) < 1.05:  # one has had more than the other
                 cells[-1] += f" at {int(row['steps']):,}"
         lines.append("| " + " | ".join(cells) + " |")
-        if env_id in random and (env_id, "highest") in published:
+        whole_run = 0.95 < int(steps) / float(published.get((env_id, "highest"), {"steps": "inf"})["steps"]) < 1.05
+        if not settings and whole_run and env_id in random:
             highest = float(published[env_id, "highest"]["mean_return"])
             scores.append((values - random[env_id]) / (highest - random[env_id]))
             names.append(task)
@@ -402,8 +413,12 @@ def draw_curves(name):
     import matplotlib.pyplot as plt
 
     published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
-    order = list(dict.fromkeys(env_id for env_id, *_ in read_suite(name)))
-    tasks = group_by(read_csv(RESULTS / f"{name}_curves.csv"), "env_id")
+    suite = read_suite(name)
+    order = list(dict.fromkeys(env_id for env_id, *_ in suite))
+    key = itemgetter("script", "env_id", "exp_name", "flags", "seed")
+    runs = {key(row) for rows in suite.values() for row in rows}
+    points = [point for point in read_csv(RESULTS / f"{name}_curves.csv") if key(point) in runs]
+    tasks = group_by(points, "env_id")
     order = [env_id for env_id in order if (env_id,) in tasks]
     if not order:
         return
@@ -455,6 +470,7 @@ def write_readme():
     lines += speed_table()
     text = "Sources and protocols: benchmark/published.csv. *: the best evaluation during training (mean over seeds of"
     text += " the best, or best mean over seeds), not the end of it. †: a single run, evaluated without exploration."
+    text += " Figures that can only be read off plots are left out."
     lines.append(text)
     readme = ROOT / "README.md"
     start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"

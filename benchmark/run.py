@@ -127,6 +127,9 @@ def make_jobs(args, flags=()):
             words = (*own_flags.split(), *more, *flags)
             jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
             load_script(script).check_args(jobs[-1].parsed)  # a flag that is wrong ends it here
+            parsed = jobs[-1].parsed
+            if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
+                raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
 
 
@@ -197,12 +200,16 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
         if run_dir is None or not is_finished(run_dir):
             call("--resume", str(run_dir)) if run_dir else call(*job.arguments)
             run_dir = find_run(job)
-        record = run_dir / "benchmark.json"
-        if not record.exists():
+        record, known = run_dir / "benchmark.json", {}
+        # One that is older than the checkpoint is of an agent that has learned since.
+        if record.exists() and record.stat().st_mtime >= (run_dir / "checkpoint.pt").stat().st_mtime:
+            known = json.loads(record.read_text())
+        if known.get("eval_episodes") != job.eval_episodes:
             words = call("--evaluate", str(run_dir), "--eval-episodes", str(job.eval_episodes))[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
-            facts |= {"evaluation": evaluation, "eval_episodes": job.eval_episodes, "jobs_at_once": at_once}
-            record.write_text(json.dumps(facts | {"arguments": job.arguments}, indent=2))
+            facts |= {"jobs_at_once": at_once, "arguments": job.arguments} | known
+            facts |= {"evaluation": evaluation, "eval_episodes": job.eval_episodes}
+            record.write_text(json.dumps(facts, indent=2))
     return summarise(run_dir)
 
 
@@ -312,7 +319,8 @@ def main():
     if args.ray:
         if args.shard != "1/1":
             raise SystemExit("--ray spreads all runs by itself: leave --shard out")
-        words += ["--ray", "None"]  # the shards themselves run where Ray has put them
+        # The shards themselves run where Ray has put them, in another folder than this process.
+        words += ["--ray", "None", "--runs-dir", str(Path(args.runs_dir).absolute())]
         failed = run_on_ray(jobs, args.ray, words, flags, int(args.suite.startswith("atari")))
     else:
         failed = run_here(jobs, args.jobs or len(gpus) or os.cpu_count(), gpus)

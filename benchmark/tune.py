@@ -16,6 +16,7 @@ bad and failed trials too, is written to benchmark/results/tuning_STUDY.csv.
 import dataclasses
 import fcntl
 import hashlib
+import json
 import signal
 import statistics
 import threading
@@ -103,8 +104,13 @@ def main():
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one worker makes the file and asks for the defaults
         storage = RDBStorage(f"sqlite:///{runs_dir}/{args.study}.db", engine, **heartbeat)
         study = optuna.create_study(storage=storage, sampler=sampler, **names)
+        # Its scores are to be compared with each other: what they are about stays as it began.
+        about = json.loads(json.dumps({"env_ids": env_ids, "seeds": args.seeds, "parameters": space}))
+        if args.trials and study.user_attrs.setdefault("about", about) != about:
+            raise SystemExit(f"--study {args.study} began with other tasks, seeds, steps or parameters: name a new one")
         if not study.trials:
-            defaults = vars(load_script(script).Args())
+            study.set_user_attr("about", about)
+            defaults = vars(load_script(script).parse_args(["--env-id", env_ids[0]]))
             study.enqueue_trial({name: defaults[name] for name, spec in space.items() if "value" not in spec})
 
     stop, children = threading.Event(), set()

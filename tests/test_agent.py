@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import golden, make_agent, probe
+from conftest import act, golden, make_agent, probe
 
 
 @pytest.mark.parametrize("case", ["gaussian", "gaussian_log_std_clamp", "gaussian_state_dependent"])
@@ -90,6 +90,40 @@ def test_running_statistics(script):
     torch.testing.assert_close(normalised.double(), expected["normalised_B3"], atol=1e-6, rtol=0)
     assert normalised.dtype == torch.float32
     assert agent.normalize_obs(torch.full((2,), 1e9, dtype=torch.float64)).tolist() == [10, 10]
+
+
+def test_pooled_statistics_keep_their_digits(script, monkeypatch):
+    """Eight ranks that see one feature that never changes, far from 0, and one of variance 4 around it: after many
+    rollouts the variances are still those, and what is normalised is a number."""
+    monkeypatch.setattr(script.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(script, "average_over_ranks", lambda news: None)  # all ranks see the same
+    agent = make_agent(script, obs_size=2)
+    rows = torch.tensor([[1e8, 1e8 - 2], [1e8, 1e8 + 2]], dtype=torch.float64).expand(50, 2, 2)
+    for _ in range(200):
+        center, before = agent.obs_rms.mean.clone(), agent.obs_rms.sums(agent.obs_rms.mean)
+        agent.obs_rms.update(rows)
+        agent.obs_rms.pool(center, before)
+    assert agent.obs_rms.count.item() == pytest.approx(200 * 8 * 100)
+    # 1e-4 rows of 0 and variance 1 were there before all others: 1e-4 / 160,000 of (1e8)^2.
+    start = 1e-4 / agent.obs_rms.count.item() * 1e16
+    torch.testing.assert_close(agent.obs_rms.var - start, torch.tensor([0.0, 4.0]).double(), atol=0.1, rtol=0)
+    assert agent.normalize_obs(rows).isfinite().all()
+
+
+def test_sparse_rewards_are_normalised(script):
+    """Returns of 0 at first, of a million later in the same rollout."""
+    rewards = torch.zeros(128, 4)
+    rewards[100] = torch.tensor([1e6, -7e5, 3e5, 9e5])
+    rms, running = script.RunningMeanStd((1,)), torch.zeros(4, dtype=torch.float64)
+    normalised = script.normalize_rewards(rms, running, rewards, torch.zeros(128, 4, dtype=torch.bool), 0.99)
+    assert normalised.isfinite().all() and (normalised != 0).sum() == 4
+
+
+def test_predict_takes_what_environments_give(script):
+    """Flipped views of an array, of which torch wants a copy."""
+    agent, raw_obs = make_agent(script), np.arange(3.0)
+    assert np.array_equal(act(agent, raw_obs[::-1]), act(agent, np.array([2.0, 1.0, 0.0])))
 
 
 @pytest.mark.parametrize("rollout", [6, 3, 1])

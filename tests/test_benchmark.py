@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,35 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
 
+def test_runs_of_few_episodes(finished_runs, tmp_path, monkeypatch):
+    """Two good episodes solve nothing, and the table says how few they are. Runs of tune.py are no runs of a suite."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    run_dir = Path(shutil.copytree(run_dirs(finished_runs[0])[0], tmp_path / "run"))
+    header, *_ = (run_dir / "episodes.csv").read_text().splitlines()
+    (run_dir / "episodes.csv").write_text(f"{header}\n1000,500,500,1.0\n1004,500,500,1.0\n")
+    report.write_csv("classic", [run_dir])
+    (row,) = report.read_csv(tmp_path / "classic.csv")
+    assert (row["last_100_mean"], row["solved_at"]) == ("500.0", "")
+    assert "CartPole-v1, `ppo_discrete.py --update-epochs=1` (of 2 episodes)" in "".join(report.suite_table("classic"))
+    args = json.loads((run_dir / "args.json").read_text())
+    (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "tune-0123abcd"}))
+    with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+        report.write_csv("classic", [run_dir])
+
+
+def test_summary_is_of_whole_runs_with_default_settings(tmp_path, monkeypatch):
+    """What other settings or fewer steps make of a task gets a row, but does not count in the means over tasks."""
+    results = Path(shutil.copytree(report.RESULTS, tmp_path / "results"))
+    monkeypatch.setattr(report, "RESULTS", results)
+    (summary,) = (line for line in report.suite_table("mujoco") if line.startswith("Where 0 is"))
+    rows = report.read_csv(results / "mujoco.csv")
+    slow = [row | {"flags": "--learning-rate=0.0001", "last_100_mean": "0"} for row in rows]
+    short = {"flags": "--total-timesteps=20000", "global_step": "20000", "last_100_mean": "0"}
+    report.write_rows(results / "mujoco.csv", report.FIELDS, rows + slow + [row | short for row in rows])
+    lines = report.suite_table("mujoco")
+    assert summary in lines and sum("learning-rate" in line for line in lines) > 5
+
+
 def test_results_of_other_defaults(finished_runs, tmp_path, monkeypatch):
     """Are named as such in the table, and never averaged with those of the present ones."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
@@ -143,9 +173,10 @@ def test_results_of_other_defaults(finished_runs, tmp_path, monkeypatch):
     others = [row | {"defaults": "other", "commit": "abc"} for row in rows]
     report.write_rows(tmp_path / "classic.csv", report.FIELDS, others)
     assert "(defaults of commit abc)" in "".join(report.suite_table("classic"))
-    report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], others[1]])
-    with pytest.raises(SystemExit, match="different defaults"):
-        report.suite_table("classic")
+    for other in (others[1], rows[1] | {"defaults": ""}):  # the latter from before there was that column
+        report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], other])
+        with pytest.raises(SystemExit, match="different defaults"):
+            report.suite_table("classic")
     report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], rows[1] | {"defaults": "later"}])
     assert rows[0]["defaults"] == key and "defaults of commit" not in "".join(report.suite_table("classic"))
 
@@ -182,6 +213,31 @@ def test_suite_goes_on(finished_runs):
     done = start_suite(runs_dir, *more, flags=longer).communicate(timeout=300)[0]
     assert "1 of 1 runs have finished" in done and list(runs_dir.glob("*__killed__*")) == [run_dir]
     assert report.summarise(run_dir)["global_step"] == 59_392
+
+
+def test_evaluation_is_of_the_agent_as_it_is(finished_runs, tmp_path):
+    """It is not repeated, unless the run has gone on since, or another number of episodes is wanted."""
+    run_dir = Path(shutil.copytree(run_dirs(finished_runs[0])[0], tmp_path / run_dirs(finished_runs[0])[0].name))
+    record, commit = run_dir / "benchmark.json", "0123abc"
+
+    def evaluation(eval_episodes):
+        args = suites.Args("classic", 1, ("CartPole-v1",), runs_dir=str(tmp_path), eval_episodes=eval_episodes)
+        (job,) = suites.make_jobs(args, QUICK)
+        assert suites.run_job(job)["evaluation"] == f"{json.loads(record.read_text())['evaluation']:.1f}"
+        return json.loads(record.read_text())
+
+    def claim(value):
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"evaluation": value, "commit": commit}))
+
+    claim(-1.0)
+    assert evaluation(eval_episodes=1)["evaluation"] == -1
+    found = evaluation(eval_episodes=2)
+    assert found["evaluation"] > 0 and found["eval_episodes"] == 2 and found["commit"] == commit
+    claim(-1.0)
+    after = record.stat().st_mtime + 10
+    os.utime(run_dir / "checkpoint.pt", (after, after))
+    found = evaluation(eval_episodes=2)
+    assert found["evaluation"] > 0 and found["commit"] != commit
 
 
 def wait_for(condition, seconds=100):
@@ -223,9 +279,14 @@ def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "1 of 2 runs have finished" in out and len(run_dirs(tmp_path)) == 1
     assert re.search("failed: ppo_discrete NoSuchEnv-v0 seed 1: .*NoSuchEnv.*exit status 2", err)
-    for flag in ("--num-minibatches=7", "--no-such-flag=1"):
+    for flag, message in (
+        ("--num-minibatches=7", "2"),
+        ("--no-such-flag=1", "2"),
+        ("--seed=7", "are what run.py gives each run"),
+        ("--runs-dir=elsewhere", "are what run.py gives each run"),
+    ):
         monkeypatch.setattr(sys, "argv", [*words, flag])
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(SystemExit, match=message):
             suites.main()
     assert len(run_dirs(tmp_path)) == 1
 
@@ -319,6 +380,9 @@ def test_tune(tmp_path):
     )
     for row in complete:
         assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 1"]), rel=1e-3)
+    other = subprocess.run([*command, "--seeds=2"], capture_output=True, text=True, timeout=100)
+    assert other.returncode == 1 and "began with other tasks, seeds, steps or parameters" in other.stderr
+    assert subprocess.run([*command, "--seeds=2", "--trials=0"], timeout=100).returncode == 0  # only looks
 
 
 def test_speed_is_that_of_the_steps_in_between(monkeypatch):
@@ -331,6 +395,15 @@ def test_speed_is_that_of_the_steps_in_between(monkeypatch):
     assert (slow["steps_per_second"], slow["first_start_seconds"], slow["ratio"]) == ("250", "3.0", "2.00")
     assert (fast["steps_per_second"], fast["start_seconds"], fast["ratio"]) == ("500", "3.0", "1.00")
     assert fast["steps_per_second_1m"] == "499"  # 2,003 s for a million
+
+
+def test_speed_drops_no_peer_in_silence(tmp_path, monkeypatch, capsys):
+    shutil.copy(report.RESULTS / "speed.csv", tmp_path)
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["speed.py", "discrete"])
+    with pytest.raises(SystemExit, match="2"):
+        speed.main()
+    assert "speed.csv has CleanRL for discrete: give its path too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("contestant", ["SB3", "ppo_discrete", "simulator"])

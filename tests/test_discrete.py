@@ -44,6 +44,24 @@ def test_golden(case):
             assert ((found.exp() == 0) == (expected[name] == 0)).all()  # exactly
 
 
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
+def test_predict_takes_masks_as_environments_give_them(sizes):
+    """A tuple with an array for each dimension, or one array."""
+    agent = policy(sizes)
+    logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
+    masks = tuple(np.array([1] * (n - 1) + [0], np.int8) for n in sizes)
+    for mask in (masks, np.hstack(masks)):
+        assert agent.predict(logits, action_mask=mask).tolist() == [n - 2 for n in sizes]
+
+
+def test_actions_of_unsigned_types():
+    """torch cannot add them; the environment gets what its space says."""
+    space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint16, start=[1, 5])
+    agent = script.Agent((3,), space.nvec, space.start, script.Args())
+    actions = [agent.predict(raw_obs, deterministic=False) for raw_obs in np.random.default_rng(0).normal(size=(50, 3))]
+    assert all(space.contains(action) for action in actions) and len({tuple(action) for action in actions}) == 6
+
+
 def test_masked_choices_have_no_gradient():
     """Neither through the log-probability nor through the entropy; and nothing is NaN."""
     logits = torch.randn(5, 6, requires_grad=True)

@@ -346,14 +346,14 @@ def test_actions_of_double_precision(script):
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_upper_bound_of_log_std_follows_the_reach_of_actions(script):
     """Up to the bound where actions end at 1 or before, further where they go further, up or down; nothing is known of
-    infinity."""
-    agent = make_agent(script, action_size=5, log_std_init=0.0, log_std_max=0.5)
-    agent.action_high.copy_(torch.tensor([0.4, 1.0, 3.0, 0.0, math.inf]))
-    agent.action_low.copy_(torch.tensor([-0.4, -1.0, 0.0, -3.0, -math.inf]))
+    infinity, or of the largest number, which some environments give in its place."""
+    agent = make_agent(script, action_size=6, log_std_init=0.0, log_std_max=0.5)
+    agent.action_high.copy_(torch.tensor([0.4, 1.0, 3.0, 0.0, math.inf, torch.finfo().max]))
+    agent.action_low.copy_(torch.tensor([-0.4, -1.0, 0.0, -3.0, -math.inf, torch.finfo().min]))
     agent.log_std.data.fill_(9.0)
     _, log_std = agent.get_mean_and_log_std(torch.zeros(1, 3))
     far = 0.5 + math.log(3.0)
-    torch.testing.assert_close(log_std[0].detach(), torch.tensor([0.5, 0.5, far, far, 0.5]))
+    torch.testing.assert_close(log_std[0].detach(), torch.tensor([0.5, 0.5, far, far, 0.5, 0.5]))
 
 
 def test_desired_kl_moves_the_learning_rate(script, small_args):

@@ -487,6 +487,16 @@ def test_replay_of_a_rollout_with_its_ends(cell):
 # ---------------------------------------------------------------------------------------------------- acting, learning
 
 
+def test_predict_takes_masks_as_environments_give_them():
+    """A tuple with an array for each dimension, or one array; the action is of the type of its space."""
+    agent, raw_obs = make_agent(), np.zeros(3)
+    agent.action_start = agent.action_start.to(torch.uint16)
+    masks = np.array([0, 0, 1], np.int8), np.array([1, 0], np.int8)
+    for mask in (masks, np.hstack(masks)):
+        action, _ = agent.predict(raw_obs, action_mask=mask)
+        assert action.tolist() == [2, 1] and action.dtype == np.uint16
+
+
 @BOTH_CELLS
 @pytest.mark.parametrize("kind", ["discrete", "box"])
 def test_predict_carries_the_state(kind, cell):

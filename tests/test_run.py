@@ -1,6 +1,7 @@
 """Runs: same seed, kill and resume, checkpoints, evaluation, Ctrl-C, learning."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import os
@@ -260,6 +261,57 @@ def test_stagger_envs(script, small_args, async_envs):
         _, run_dir = script.train(small_args(stagger_envs=stagger_envs, **args))
         table = rows(run_dir)[1:]
         assert [int(row[0]) for row in table] == [4 * end for end in ends] and {row[2] for row in table} == {"200"}
+
+
+class OneArray(gym.Env):
+    """Counts its steps; all its observations are the same array."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+        self.obs = np.zeros(2, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.obs[:] = 0
+        return self.obs, {}
+
+    def step(self, action):
+        self.obs += 1
+        return self.obs, 0.0, False, bool(self.obs[0] == 5), {}
+
+
+gym.register("discrete/OneArray-v0", OneArray, kwargs={"discrete": True})
+gym.register("box/OneArray-v0", OneArray, kwargs={"discrete": False})
+
+
+@pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_final_observation_is_the_last_one(script, small_args, async_envs):
+    """Also of an environment that has begun the next episode in the same array. It is what a truncated episode is
+    bootstrapped from."""
+    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), async_envs=async_envs), 2)
+    if script.__name__ == "ppo_continuous":
+        envs.set_attr("steps_left", [3, 0])
+    envs.reset()
+    seen = [envs.step(envs.action_space.sample()) for _ in range(5)]
+    envs.close()
+    if script.__name__ == "ppo_continuous":
+        assert seen[2][4]["final_obs"][0].tolist() == [3, 3] and seen[2][0][0].tolist() == [0, 0]
+    assert seen[4][4]["final_obs"][1].tolist() == [5, 5] and seen[4][0][1].tolist() == [0, 0]
+
+
+def test_resume_with_other_actions(script, small_args, capsys):
+    """A policy is of no use for actions that mean something else now."""
+    _, run_dir = script.train(small_args())
+    checkpoint = torch.load(run_dir / "checkpoint.pt")
+    (name, *_) = (name for name in checkpoint["agent"] if name in ("action_high", "action_start"))
+    checkpoint["agent"][name] += 1
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=512)
+    with pytest.raises(SystemExit, match="2"):
+        script.train(args)
+    assert "has other actions now than when" in capsys.readouterr().err
 
 
 class Cutter(gym.Wrapper):

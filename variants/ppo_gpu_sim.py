@@ -378,26 +378,29 @@ class RunningMeanStd(nn.Module):
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
         means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
-        variances = squares / counts - means.square()
+        variances = (squares / counts - means.square()).clamp(min=0)  # below 0 by rounding
         self.mean.copy_(center + means[-1])
         self.var.copy_(variances[-1])
         self.count.copy_(counts[-1])
         return variances
 
-    def sums(self):
-        """Count, sums and sums of squares of all rows, (3, size)"""
-        return torch.stack([torch.ones_like(self.mean), self.mean, self.var + self.mean.square()]) * self.count
+    def sums(self, center):
+        """Count of all rows, and sums and sums of squares of what they differ from a center by, (3, size)"""
+        mean = self.mean - center
+        return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
-    def pool(self, before):
-        """Under torchrun: as if this had seen what all ranks have seen since their sums, then equal, were `before`."""
+    def pool(self, center, before):
+        """Under torchrun: as if this had seen what all ranks have seen since their sums around a center, equal at that
+        time, were `before`. The center is the mean of then: sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
-        news = self.sums() - before
+        news = self.sums(center) - before
         average_over_ranks(news)
         counts, sums, squares = before + dist.get_world_size() * news
+        mean = sums / counts
         self.count.copy_(counts.flatten()[:1])
-        self.mean.copy_(sums / counts)
-        self.var.copy_(squares / counts - self.mean.square())
+        self.mean.copy_(center + mean)
+        self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
 def mlp(input_size, output_size, args):
@@ -1082,9 +1085,9 @@ def train(args, stop_signals=()):
 
         # The statistics move now, for the next rollout: what was collected and learned from was normalised alike.
         for rms, raw in statistics.items():
-            before = rms.sums()
+            before = rms.mean.clone(), rms.sums(rms.mean)
             rms.update(raw[:T].flatten(0, 1).unsqueeze(0))
-            rms.pool(before)
+            rms.pool(*before)
 
         # -------------------------------------------------------------------------------------------- log
         scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
