@@ -395,6 +395,40 @@ def test_first_minibatch_leaves_the_learning_rate(tmp_path, monkeypatch):
     assert script.load_checkpoint(run_dir)["optimizer"]["param_groups"][0]["lr"].item() == pytest.approx(3e-4)
 
 
+def test_resume_with_another_learning_rate(tmp_path):
+    """--desired-kl, rsl_rl's, goes on from it; otherwise from where it was."""
+    settings = {"update_epochs": 1, "num_minibatches": 1, "desired_kl": 0.01}  # of which the first changes nothing
+    args = make_args(tmp_path, total_timesteps=160, **settings)
+    _, run_dir = script.train(args)
+    for steps, given, expected in [(320, {}, args.learning_rate), (480, {"learning_rate": 1e-5}, 1e-5)]:
+        args = dataclasses.replace(args, resume=str(run_dir), total_timesteps=steps, **given)
+        script.train(args)
+        found = script.load_checkpoint(run_dir)["optimizer"]["param_groups"][0]["lr"].item()
+        assert found == pytest.approx(expected)
+
+
+def test_simulators_with_networks(tmp_path, monkeypatch):
+    """Nothing is kept of the graph behind their observations, which would grow from step to step."""
+
+    class Actuated(torch_envs.Drift):
+        gain = torch.nn.Parameter(torch.ones(()))
+
+        def step(self, actions):
+            obs, rewards, *rest = super().step(actions * self.gain)
+            assert not rewards.requires_grad
+            return obs, rewards * self.gain, *rest
+
+    monkeypatch.setattr(torch_envs, "actuated", Actuated, raising=False)
+    script.train(make_args(tmp_path, env_id="torch_envs:actuated"))
+
+
+def test_actions_of_double_precision():
+    """Simulators get the float32 that their first step got."""
+    high = np.ones(2)
+    agent = script.Agent(3, None, -high, high, script.Args(hidden_size=8))
+    assert agent.predict(torch.zeros(1, 3)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("update", UPDATES)
 def test_no_step_waits_for_the_device(tmp_path, monkeypatch, update):
     """Between two steps of a rollout nothing asks for a tensor's numbers, which on a GPU would wait for it."""

@@ -231,6 +231,7 @@ def test_adaptive_kl_coefficient():
     assert kl_coef == pytest.approx(expected["kl_coef_after_update"], abs=1e-12)
     assert ppo_rlhf.adapt_kl_coef(0.1, 9.0, 6.0, 100, 50) == pytest.approx(0.11)  # an error of 50% counts as 20%
     assert ppo_rlhf.adapt_kl_coef(0.1, 6.6, 6.0, 100, 50) == pytest.approx(0.105)
+    assert ppo_rlhf.adapt_kl_coef(0.1, 0.0, 6.0, 20, 128) == pytest.approx(0.08)  # never below 0, which rewards KL
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -588,6 +589,23 @@ def test_a_sweep_command_line():
     assert ppo_rlhf.parse_args([]) == ppo_rlhf.Args()
 
 
+def test_context_of_mpt(models, small_args):
+    """Its configuration has another name for it."""
+    mpt = SimpleNamespace(config=SimpleNamespace(max_seq_len=6))
+    with pytest.raises(SystemExit, match="2"):
+        ppo_rlhf.load_prompts(small_args(), models[0], mpt)
+
+
+def test_reward_model_that_pads_with_eos(small_args, capsys):
+    """Is named: most often it was trained to be read at the token before."""
+    ppo_rlhf.make_models(small_args(), torch.device("cpu"))
+    assert "pads with EOS: scores are read at the EOS" in capsys.readouterr().out
+
+
+def test_evaluation_needs_no_settings_of_training(small_args):
+    ppo_rlhf.check_args(small_args(evaluate="runs/NAME", batch_size=33, num_minibatches=2, total_episodes=8))
+
+
 @pytest.fixture
 def others(folders, tmp_path):
     """What users may give by mistake."""
@@ -597,6 +615,7 @@ def others(folders, tmp_path):
     _, _, reward_model = ppo_rlhf.make_builtin_models(ppo_rlhf.Args(supervised_steps=1))
     ppo_rlhf.save_model(reward_model, other, tmp_path / "other")
     texts = {"empty.txt": "how is the soup ?\n\nhow is the cake ?\n", "nothing.txt": "", "long.txt": "soup " * 59}
+    texts |= {"chat.jsonl": '{"prompt": [{"role": "user", "content": "soup"}]}\n', "null.jsonl": '{"prompt": null}\n'}
     texts |= {"bad.jsonl": '{"text": "soup"}\n', "blank.jsonl": '{"prompt": "soup\u2028"}\n{"prompt": "  "}\n'}
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")  # U+2028 ends no line of a file
@@ -618,6 +637,8 @@ BAD = {
         "the 59 tokens of the prompt and --response-length 6 are more than",
     ),
     "no file": ({"prompts": "HERE/nowhere.txt"}, "cannot read prompts from"),
+    "a conversation": ({"prompts": "HERE/chat.jsonl"}, "a prompt is a string, not a conversation"),
+    "null": ({"prompts": "HERE/null.jsonl"}, "a prompt is a string, not a conversation"),
     "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "cannot read prompts from"),
     "models without prompts": ({"prompts": None}, "--model, --reward-model and --prompts"),
     "indivisible": ({"num_minibatches": 3}, "--num-minibatches 3 must divide the 8 answers"),

@@ -420,8 +420,8 @@ class Agent(nn.Module):
         super().__init__()
         self.args = args
         action_size = len(action_low)
-        self.register_buffer("action_low", torch.as_tensor(action_low))  # (A,)
-        self.register_buffer("action_high", torch.as_tensor(action_high))  # (A,)
+        self.register_buffer("action_low", torch.as_tensor(action_low, dtype=torch.float32))  # (A,)
+        self.register_buffer("action_high", torch.as_tensor(action_high, dtype=torch.float32))  # (A,)
         self.obs_rms = RunningMeanStd((obs_size,))
         self.critic_obs_rms = RunningMeanStd((critic_obs_size,)) if critic_obs_size else None
         self.actor = mlp(obs_size, 2 * action_size if args.policy == "tanh" else action_size, args)
@@ -877,9 +877,11 @@ def train(args, stop_signals=()):
 
     envs = make_envs(args, N, device)
     eval_envs = make_envs(args, args.eval_episodes, device) if args.num_evaluations and rank == 0 else None
+    # A simulator may have networks of its own, of whose graph nothing may be kept from one step to the next.
+    reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     action_space = envs.single_action_space
-    sizes = [x if x is None else x.shape[1] for x in split_obs(envs.reset(seed=args.seed)[0])]
-    *_, infos = envs.step(torch.zeros(N, *action_space.shape, device=device))  # a first step, to look at
+    sizes = [x if x is None else x.shape[1] for x in split_obs(reset(seed=args.seed)[0])]
+    *_, infos = step(torch.zeros(N, *action_space.shape, device=device))  # a first step, to look at
     if args.timeouts == "exact" and "final_obs" not in infos:
         fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
     agent = Agent(*sizes, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
@@ -910,7 +912,9 @@ def train(args, stop_signals=()):
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
         agent.load_state_dict(checkpoint["agent"].state_dict())
         (group,) = checkpoint["optimizer"]["param_groups"]
-        group |= {"capturable": on_cuda, "lr": lr.copy_(group["lr"])}  # the checkpoint may be from another device
+        if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
+            lr.copy_(group["lr"])
+        group |= {"capturable": on_cuda, "lr": lr}  # the checkpoint may be from another device
         optimizer.load_state_dict(checkpoint["optimizer"])
         lr = optimizer.param_groups[0]["lr"]
         if len(checkpoint["rng_states"]) == num_ranks:
@@ -986,7 +990,7 @@ def train(args, stop_signals=()):
 
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with another seed.
     env_seed = int(np.random.SeedSequence([args.seed, global_step, rank]).generate_state(1)[0])
-    next_obs, next_critic_obs = split_obs(envs.reset(seed=env_seed)[0])
+    next_obs, next_critic_obs = split_obs(reset(seed=env_seed)[0])
     start_time, start_step = time.time(), global_step
     progress = {"total": num_iterations * T * args.num_envs, "initial": global_step, "unit": "step", "unit_scale": True}
     progress = tqdm(**progress, disable=None if rank == 0 else True)
@@ -1016,7 +1020,7 @@ def train(args, stop_signals=()):
             if raw_critic_obs is not raw_obs:
                 raw_critic_obs[t] = next_critic_obs
             actions[t], env_actions = act(raw_obs[t])
-            obs_groups, rewards[t], terminations[t], truncated, infos = envs.step(env_actions)
+            obs_groups, rewards[t], terminations[t], truncated, infos = step(env_actions)
             next_obs, next_critic_obs = split_obs(obs_groups)
             truncations[t] = truncated & ~terminations[t]
             if raw_final_obs is not None:

@@ -159,8 +159,11 @@ def parse_args(argv=None, default=None):
 
 
 def get_device(args):
-    """What --device asks for; auto: cuda where there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    """What --device asks for; auto: cuda where there is one. Under torchrun each process has a GPU of its own."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if device.type == "cuda" and device.index is None and count_ranks() > 1:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return device
 
 
 def check_args(args):
@@ -182,6 +185,8 @@ def check_args(args):
             fail(f"{flag} must not be negative, not {value}")
     if len({args.model is None, args.reward_model is None, args.prompts is None}) > 1:
         fail("--model, --reward-model and --prompts are given together, or none of them (the built-in task)")
+    if args.evaluate:  # of what follows it needs the device only
+        args = dataclasses.replace(args, batch_size=args.total_episodes, num_minibatches=1)
     if args.batch_size % (num_ranks := count_ranks()):
         fail(f"--batch-size {args.batch_size} must be a multiple of the {num_ranks} processes of torchrun")
     if (batch_size := args.batch_size // num_ranks) % args.num_minibatches:
@@ -292,6 +297,9 @@ def make_models(args, device):
             fail(f"--reward-model {reward_name} has no layer `score` with one output")
         if tokenizer.eos_token_id is None:
             fail(f"the tokenizer of --model {name} has no EOS token: no answer could end")
+        if args.reward_model and reward_model.config.pad_token_id == tokenizer.eos_token_id:
+            text = "scores are read at the EOS that ends an answer, where transformers' own classifier reads before it"
+            print(f"--reward-model {reward_name} pads with EOS: {text}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     reference.generation_config = transformers.GenerationConfig(  # whatever else the model's own asks for is dropped
         max_new_tokens=args.response_length,
@@ -307,14 +315,17 @@ def make_models(args, device):
 
 def load_prompts(args, tokenizer, *models):
     """Prompts as lists of token ids, each of which leaves room for an answer in what the models can see."""
-    context = min(getattr(model.config, "max_position_embeddings", math.inf) for model in models)
+    names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
+    context = min(getattr(model.config, name, math.inf) for model in models for name in names)
     lines, source = BUILTIN_PROMPTS, args.prompts or "the built-in task"
     if args.prompts:
         try:
             with open(args.prompts, encoding="utf-8") as file:
                 lines = [line.removesuffix("\n") for line in file]
             if args.prompts.endswith(".jsonl"):
-                lines = [str(json.loads(line)["prompt"]) for line in lines]
+                lines = [json.loads(line)["prompt"] for line in lines]
+            if not all(isinstance(line, str) for line in lines):
+                raise TypeError("a prompt is a string, not a conversation or another value")
         except (OSError, ValueError, KeyError, TypeError) as error:
             fail(f"cannot read prompts from {args.prompts}: {type(error).__name__} {error}")
     prompts = [tokenizer(line).input_ids if line.strip() else [] for line in lines]
@@ -462,7 +473,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, episodes):
     """Raise or lower the coefficient by at most 20% in kl_horizon answers, in proportion to how far the KL per answer
     is from its target (Ziegler et al. 2019, section 2.2)."""
     error = min(max(kl / kl_target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * episodes / kl_horizon)
+    return kl_coef * (1 + error * min(episodes / kl_horizon, 1.0))
 
 
 def explained_variance(values, returns):
@@ -702,10 +713,10 @@ def train(args, stop_signals=()):
     M = B // args.num_minibatches
     device = get_device(args)
     if num_ranks > 1:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         join_ranks(device)
     on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)  # for what allocates without asking, as kernels of some models do
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
     torch.manual_seed(args.seed)
 
@@ -748,7 +759,8 @@ def train(args, stop_signals=()):
         elif rank == 0:
             print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
         iteration, seconds_before = checkpoint["iteration"], checkpoint["seconds"]
-        kl_coef = args.kl_coef if args.kl_target is None else checkpoint["kl_coef"]
+        if args.kl_target is not None and args.kl_coef == checkpoint["args"].kl_coef:  # not if another one is given
+            kl_coef = checkpoint["kl_coef"]
 
     # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
     run_dir = None
