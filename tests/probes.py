@@ -164,6 +164,24 @@ class Words(Target):
         self.observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
 
 
+class OneArray(gym.Env):
+    """Counts its steps; all its observations are the same array."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+        self.obs = np.zeros(2, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.obs[:] = 0
+        return self.obs, {}
+
+    def step(self, action):
+        self.obs += 1
+        return self.obs, 0.0, False, bool(self.obs[0] == 5), {}
+
+
 for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Chain-v0", Chain, kwargs={"discrete": discrete})
     gym.register(f"{name}/AlignedChain-v0", Chain, kwargs={"discrete": discrete, "lengths": (8,)})
@@ -176,4 +194,5 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
     gym.register(f"{name}/OtherTypes-v0", OtherTypes, kwargs={"discrete": discrete})
     gym.register(f"{name}/Whole-v0", Whole, kwargs={"discrete": discrete})
+    gym.register(f"{name}/OneArray-v0", OneArray, kwargs={"discrete": discrete})
     gym.register(f"{name}/Words-v0", Words, kwargs={"discrete": discrete})

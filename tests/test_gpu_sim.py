@@ -422,6 +422,16 @@ def test_simulators_with_networks(tmp_path, monkeypatch):
     script.train(make_args(tmp_path, env_id="torch_envs:actuated"))
 
 
+@pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
+def test_final_observation_is_the_last_one(tmp_path):
+    """Also of an environment that has begun the next episode in the same array."""
+    envs = script.make_envs(make_args(tmp_path, env_id="box/OneArray-v0"), 2, torch.device("cpu"))
+    envs.reset()
+    for _ in range(5):
+        obs, _, _, truncations, infos = envs.step(torch.zeros(2, 1))
+    assert truncations.all() and (infos["final_obs"] == 5).all() and not obs.any()
+
+
 def test_actions_of_double_precision():
     """Simulators get the float32 that their first step got."""
     high = np.ones(2)

@@ -263,28 +263,6 @@ def test_stagger_envs(script, small_args, async_envs):
         assert [int(row[0]) for row in table] == [4 * end for end in ends] and {row[2] for row in table} == {"200"}
 
 
-class OneArray(gym.Env):
-    """Counts its steps; all its observations are the same array."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-    def __init__(self, discrete):
-        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
-        self.obs = np.zeros(2, np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        self.obs[:] = 0
-        return self.obs, {}
-
-    def step(self, action):
-        self.obs += 1
-        return self.obs, 0.0, False, bool(self.obs[0] == 5), {}
-
-
-gym.register("discrete/OneArray-v0", OneArray, kwargs={"discrete": True})
-gym.register("box/OneArray-v0", OneArray, kwargs={"discrete": False})
-
-
 @pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_final_observation_is_the_last_one(script, small_args, async_envs):

@@ -48,6 +48,7 @@ Sibling: ppo_continuous.py, whose frame this is. Between two steps nothing is co
 """
 
 import contextlib
+import copy
 import csv
 import dataclasses
 import importlib
@@ -294,6 +295,15 @@ class BraxEnvs:
         return obs, rewards, done.bool() & ~truncations, truncations, infos
 
 
+class KeepFinalObs(gym.Wrapper):
+    """Copies the observation in which an episode ends: of an environment that writes them all into one array, it would
+    already be the first of the next."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
+
+
 class GymEnvs:
     """Vector of gymnasium environments, whose arrays are copied to the device and back in every step."""
 
@@ -301,12 +311,12 @@ class GymEnvs:
         same_step = gym.vector.AutoresetMode.SAME_STEP
         make = partial(gym.make_vec, env_id, num_envs, "sync", vector_kwargs={"autoreset_mode": same_step})
         try:
-            self.envs = make()
+            self.envs = make(wrappers=[KeepFinalObs])
             obs_space = self.envs.single_observation_space
             if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
                 self.envs.close()
-                self.envs = make(wrappers=[gym.wrappers.FlattenObservation])
-        except (gym.error.Error, ImportError, ValueError) as error:
+                self.envs = make(wrappers=[KeepFinalObs, gym.wrappers.FlattenObservation])
+        except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
             fail(f"--env-id {env_id}: {error}")
         if self.envs.metadata["autoreset_mode"] != same_step:
             fail(f"{env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
