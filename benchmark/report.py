@@ -356,7 +356,7 @@ def suite_table(name):
     text += " (too narrow where there are few: of three it is their range)"
     lines = [
         text
-        + "; and of episodes (--eval-episodes, ten) that the trained agent plays without exploring" * evaluated
+        + "; and of ten episodes (or `--eval-episodes`) that the trained agent plays without exploring" * evaluated
         + "."
     ]
     columns = ["task", "steps", "last 100 episodes", "95% interval", "seeds", *["evaluated"] * evaluated, "CleanRL"]
