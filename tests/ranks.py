@@ -53,10 +53,15 @@ def after_average(*tensors):
         record["kls"].append(float(tensors[1]))
 
 
+def before_update(rms, x):
+    if rms is agents[0].obs_rms:  # not the statistics of returns
+        record["observations"].append(x[0].clone())
+
+
 if "WITHOUT_SHARED_MEMORY" in os.environ:  # as on several machines
     script.SharedMemory.is_possible = lambda device: False
 spy(script.Agent, "__init__", after=lambda agent, *_: agents.append(agent))
-spy(script.RunningMeanStd, "update", before=lambda _, x: record["observations"].append(x.clone()))
+spy(script.RunningMeanStd, "update", before=before_update)
 spy(script, "average_over_ranks", before=before_average, after=after_average)
 spy(script, "gather_from_ranks", before=lambda value: after_iteration(value) if isinstance(value, tuple) else None)
 script.train(script.parse_args(flags))

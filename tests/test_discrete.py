@@ -456,7 +456,7 @@ def test_evaluation_launches_the_ball(monkeypatch):
     monkeypatch.setattr(script, "make_evaluation_env", lambda *a, **k: lives.append(make(*a, **k)) or lives[0])
 
     class NoOps:
-        args = script.Args(**script.ATARI)
+        args, obs_rms = script.Args(**script.ATARI), script.RunningMeanStd(())
 
         def predict(self, *arguments):
             lives.append(lives[0].unwrapped.ale.lives())
