@@ -134,7 +134,8 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
 def test_runs_of_few_episodes(finished_runs, tmp_path, monkeypatch):
     """Two good episodes solve nothing, and the table says how few they are. Runs of tune.py are no runs of a suite."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    run_dir = Path(shutil.copytree(run_dirs(finished_runs[0])[0], tmp_path / "run"))
+    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
+    run_dir = Path(shutil.copytree(first, tmp_path / "run"))
     header, *_ = (run_dir / "episodes.csv").read_text().splitlines()
     (run_dir / "episodes.csv").write_text(f"{header}\n1000,500,500,1.0\n1004,500,500,1.0\n")
     report.write_csv("classic", [run_dir])
@@ -217,7 +218,8 @@ def test_suite_goes_on(finished_runs):
 
 def test_evaluation_is_of_the_agent_as_it_is(finished_runs, tmp_path):
     """It is not repeated, unless the run has gone on since, or another number of episodes is wanted."""
-    run_dir = Path(shutil.copytree(run_dirs(finished_runs[0])[0], tmp_path / run_dirs(finished_runs[0])[0].name))
+    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
+    run_dir = Path(shutil.copytree(first, tmp_path / first.name))
     record, commit = run_dir / "benchmark.json", "0123abc"
 
     def evaluation(eval_episodes):
