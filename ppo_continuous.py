@@ -352,7 +352,7 @@ class Agent(nn.Module):
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
             reach = torch.max(self.action_high, -self.action_low).clamp(min=1.0)
-            reach = reach.where(reach < 1e30, 1.0)  # without bounds, whose place infinity or the largest number takes
+            reach = reach.where(reach < 1e30, 1.0)  # no bound: it is given as infinity, or as the largest number
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
         return log_std
 
@@ -371,7 +371,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):
         """Raw observation(s), flat, (D,) or (N, D) -> action(s) within their bounds, flat, (A,) or (N, A), numpy."""
-        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # not a flipped view
+        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # flipped views too
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         action = self.get_mean_and_log_std(obs)[0] if deterministic else self.get_action_and_value(obs)[0]
         return action.clamp(self.action_low, self.action_high).cpu().numpy()

@@ -409,7 +409,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), mask(s) (A,) or (N, A) or None -> action(s) for the environment."""
-        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # not a flipped view
+        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # flipped views too
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         if action_mask is not None:
             action_mask = np.hstack(action_mask) if isinstance(action_mask, tuple) else action_mask

@@ -476,7 +476,7 @@ class Agent(nn.Module):
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
             reach = torch.max(self.action_high, -self.action_low).clamp(min=1.0).flatten()
-            reach = reach.where(reach < 1e30, 1.0)  # without bounds, whose place infinity or the largest number takes
+            reach = reach.where(reach < 1e30, 1.0)  # no bound: it is given as infinity, or as the largest number
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
         return log_std
 
@@ -510,7 +510,7 @@ class Agent(nn.Module):
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), state as it came from the last call, None at the start of an episode,
         mask(s) (A,) or (N, A) or None -> action(s) for the environment, next state."""
-        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # not a flipped view
+        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # flipped views too
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         batch = obs.shape[: obs.ndim - self.obs_rms.mean.ndim]  # () or (N,)
         obs = obs.reshape(-1, *self.obs_rms.mean.shape)

@@ -716,7 +716,7 @@ def train(args, stop_signals=()):
         join_ranks(device)
     on_cuda = device.type == "cuda"
     if on_cuda:
-        torch.cuda.set_device(device)  # for what allocates without asking, as kernels of some models do
+        torch.cuda.set_device(device.index or 0)  # for what allocates without asking, as kernels of some models do
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
     torch.manual_seed(args.seed)
 
