@@ -511,6 +511,18 @@ def test_resume_with_another_update_is_refused(tmp_path, capsys):
     assert stopped.value.code == 2 and "--update google" in capsys.readouterr().err
 
 
+def test_resume_with_other_actions_is_refused(tmp_path, capsys):
+    """A policy is of no use for actions that mean something else now."""
+    _, run_dir = script.train(make_args(tmp_path))
+    checkpoint = torch.load(run_dir / "checkpoint.pt")
+    checkpoint["agent"]["action_high"] += 1
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=1280)
+    with pytest.raises(SystemExit) as stopped:
+        script.train(args)
+    assert stopped.value.code == 2 and "has other actions now than when" in capsys.readouterr().err
+
+
 def test_evaluations_during_training(tmp_path):
     """Ten and the one before, and training goes on as without them."""
     plain, _ = script.train(make_args(tmp_path, total_timesteps=3200))

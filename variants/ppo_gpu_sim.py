@@ -920,7 +920,11 @@ def train(args, stop_signals=()):
             old, new = getattr(checkpoint["args"], name), getattr(args, name)
             if old != new:
                 fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
-        agent.load_state_dict(checkpoint["agent"].state_dict())
+        state = checkpoint["agent"].state_dict()
+        for name, tensor in agent.state_dict().items():
+            if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
+                fail(f"{args.env_id} has other actions now than when {args.resume} began")
+        agent.load_state_dict(state)
         (group,) = checkpoint["optimizer"]["param_groups"]
         if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
             lr.copy_(group["lr"])
