@@ -37,7 +37,9 @@ FIELDS += ["episodes", "seconds", "solved_at", "flags", "defaults", "versions", 
 # Arguments that say where and how a run went, not what it did.
 WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "num_threads", "resume", "checkpoint_interval", "compile"}
 WHERE_AND_HOW |= {"track", "wandb_project_name", "wandb_entity", "capture_video"}
-SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}  # mean return of 100 episodes
+# Solved: this mean return over 100 episodes. The name without the module that registers the task.
+SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
+SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks. They were chosen on "
@@ -150,7 +152,7 @@ def summarise(run_dir):
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
     whole = min(100, len(means)) - 1  # the first mean of 100 episodes, of all where there are fewer
-    solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"], np.inf))
+    solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"].split(":")[-1], np.inf))
     record = run_dir / "benchmark.json"
     record = json.loads(record.read_text()) if record.exists() else {"versions": VERSIONS}
     return {
@@ -238,7 +240,7 @@ def settings_table(rows):
         digits = 0 if abs(values[0]) >= 500 else 1
         cells = [script, env_id, flags or "defaults", len(values), f"{statistics.fmean(values):,.{digits}f}"]
         cells += [f"{statistics.pstdev(values):,.{digits}f}", ", ".join(f"{value:,.{digits}f}" for value in values)]
-        cells += [", ".join(row["solved_at"] or "-" for row in group) if env_id in SOLVED else ""]
+        cells += [", ".join(row["solved_at"] or "-" for row in group) if env_id.split(":")[-1] in SOLVED else ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

@@ -131,6 +131,20 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
 
+def test_solved_where_a_module_registers_the_task(finished_runs, tmp_path):
+    """`solved_at` is the step of the first episode with which a hundred have the mean that solves the task."""
+    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
+    run_dir = Path(shutil.copytree(first, tmp_path / "run"))
+    args = json.loads((run_dir / "args.json").read_text()) | {"env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
+    (run_dir / "args.json").write_text(json.dumps(args))
+    returns = [400] * 100 + [500] * 100
+    rows = "".join(f"{8 * i},{value},{value},1.0\n" for i, value in enumerate(returns))
+    (run_dir / "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n" + rows)
+    row = report.summarise(run_dir)
+    assert row["solved_at"] == str(8 * 174)  # 25 of 400, 75 of 500
+    assert "| 1392 |" in report.settings_table([{name: str(value) for name, value in row.items()}])
+
+
 def test_runs_of_few_episodes(finished_runs, tmp_path, monkeypatch):
     """Two good episodes solve nothing, and the table says how few they are. Runs of tune.py are no runs of a suite."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
