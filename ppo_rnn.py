@@ -27,16 +27,16 @@ Choices, where implementations of recurrent PPO differ:
     episode_starts[t] belongs to observation t.
  2. A minibatch is made of whole environments (columns of the rollout), and the gradient goes back through all their
     steps, to the start of the episode or of the rollout, whose state is stored. A new permutation for every epoch.
- 3. Back-propagation through time without a loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch, with
-    the result of single steps, resets at episode starts included (Memory.unroll).
+ 3. Back-propagation through time without a loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch and
+    gives what single steps gave, resets at episode starts included (Memory.unroll).
  4. A truncated episode (time limit) is bootstrapped from the observation it really ended in, seen with the memory of
     that episode; a terminated one is not. Bootstrapping leaves the state that is carried as it is.
  5. Observation -> memory -> two layers each for actor and critic, which share the memory; --separate-critic-rnn gives
     the critic one of its own (rsl_rl). Images go through the Nature CNN first, and one layer follows the memory.
  6. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is 1 in the
     first minibatch of an iteration. Rewards are divided by the running deviation of the discounted return.
- 7. The critic runs after the rollout, over all of it at once, and again before every later epoch
-    (--recompute-advantages), its memory included: no advantage comes from an outdated critic.
+ 7. The critic and its memory run after the rollout, over all of it at once, and again before every epoch but the first
+    (--recompute-advantages): no advantage is more than an epoch old.
  8. Discrete is MultiDiscrete with one dimension; what infos["action_mask"] forbids has probability 0, update
     included. Box actions are clipped for the environment only; log-probabilities are those of the unclipped ones.
  9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
@@ -87,16 +87,16 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = "ppo_rnn"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # random seed of networks, policy noise and environments (each of them gets its own)
-    torch_deterministic: bool = True  # only deterministic cuDNN kernels; CPU runs of one seed are bit-equal anyway
+    seed: int = 1  # random seed of networks, policy noise and environments (each environment gets its own)
+    torch_deterministic: bool = True  # deterministic cuDNN kernels only; CPU runs with equal seeds are bit-equal anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
-    compile: bool = True  # torch.compile: 10 s at the start, 30 on a new machine, then 2-3 times faster; off: eager
-    checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
-    resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
-    evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; --eval-*, --seed, --capture-video
+    compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
+    checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
+    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
+    evaluate: str | None = None  # run folder whose agent plays, unchanged; takes --eval-*, --seed, --capture-video
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or in training an evaluation every tenth of it, to RUN_DIR/videos
+    capture_video: bool = False  # record --evaluate, or an evaluation at every tenth of training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -104,7 +104,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete, MultiDiscrete or Box actions
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
-    async_envs: bool = False  # each environment in its own process: pays where a step takes a millisecond or more
+    async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise vectors by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
@@ -112,46 +112,46 @@ class Args:  # the comments are what --help prints
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on CPU the lstm is several times faster (fused kernels)
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
-    log_std_init: float = -0.5  # Box: log of the policy's standard deviation at the start, in units of the action
-    anneal_std: bool = False  # Box: lower the standard deviation to 0 along a cosine, beside what is learned of it
+    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, in units of the action
+    anneal_std: bool = False  # Box: multiply the learned standard deviation by a cosine that falls from 1 to 0
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
-    log_std_min: float | None = None  # Box: lower bound of the log_std that is learned, before --anneal-std; None: none
-    log_std_max: float | None = None  # Box: upper bound, the same; plus log(largest action) where that is above 1
+    log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: none
+    log_std_max: float | None = None  # Box: upper bound on it, plus max(0, log(largest |action|)); None: none
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
-    learning_rate: float = 2.5e-4  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
+    learning_rate: float = 2.5e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
+    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end (low bias)
     num_minibatches: int = 4  # minibatches per epoch, each of whole environments; must divide num_envs
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
-    recompute_advantages: bool = True  # values, advantages, returns from the current critic before each later epoch
-    clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
+    recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
+    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # take the larger of the value error and its error when kept near the old value
+    clip_vloss: bool = False  # the larger of the value's error and that of the value clipped to near the old one
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    max_grad_norm: float = 0.5  # upper bound of the norm of the whole gradient; 0: none
+    max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01), in place of --anneal-lr
+    desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
 
 
 def fail(message, code=2):
-    """End with one line. Code 2: wrong input, nothing has been written; code 1: something broke during the run."""
+    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def count_ranks():
-    """Processes that torchrun has started, each of which takes its share of the environments; 1 without torchrun."""
+    """Number of processes that torchrun has started, each with its share of the environments; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
+    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -165,7 +165,7 @@ def parse_args(argv=None, default=None):
 
 
 def check_args(args):
-    """Refuse what cannot work, before anything is made."""
+    """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
         if field.type is int and field.name != "seed" and value < 1:
@@ -182,7 +182,7 @@ def check_args(args):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if (num_envs := args.num_envs // num_ranks) % args.num_minibatches:
         of_rank = " of each process" if num_ranks > 1 else ""
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}{of_rank}: whole columns")
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}{of_rank}")
     if args.log_std_min is not None and args.log_std_init < args.log_std_min:
         fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
     if args.log_std_max is not None and args.log_std_init > args.log_std_max:
@@ -196,7 +196,7 @@ def check_args(args):
 
 
 def quiet_mujoco():
-    """Without this mujoco prints a deprecation, and writes MUJOCO_LOG.TXT, for every HalfCheetah that is made."""
+    """Without this mujoco prints a deprecation warning and writes MUJOCO_LOG.TXT for every HalfCheetah it makes."""
     try:
         import mujoco
 
@@ -212,8 +212,8 @@ def is_image(space):
 
 
 class KeepFinalObs(gym.Wrapper):
-    """Copies the observation in which an episode ends: of an environment that writes them all into one array, it would
-    already be the first of the next."""
+    """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
+    would overwrite it with the first of the next."""
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -227,7 +227,7 @@ def make_envs(args, num_envs):
     same_step = gym.vector.AutoresetMode.SAME_STEP
     options = {"autoreset_mode": same_step}
     if args.async_envs and sys.platform == "linux":
-        # Whatever Python's default is: forked workers ignore Ctrl-C as this process does, and finish the iteration.
+        # Whatever Python's default: forked workers inherit main's signal handlers, and finish the iteration on Ctrl-C.
         options["context"] = "fork"
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     try:
@@ -251,7 +251,7 @@ def make_envs(args, num_envs):
 
 
 def read_action_masks(infos, num_envs, action_sizes):
-    """infos["action_mask"] of a vector environment -> (N, A) bool: what each may do next.
+    """infos["action_mask"] of a vector environment -> (N, A) bool: what each environment allows next.
 
     A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple with an array for each dimension; an
     environment without one allows everything."""
@@ -267,39 +267,39 @@ def read_action_masks(infos, num_envs, action_sizes):
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all rows seen so far, as buffers, so that state_dict has them."""
+    """Mean and variance of all rows seen so far; buffers, so that state_dict includes them."""
 
     def __init__(self, shape):
         super().__init__()
-        # In float64: the sums of millions of rows would lose the digits of the next one in float32.
+        # float64: in float32, a sum over millions of rows would swallow the digits of the next one.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        # Small: the first rows shall outweigh the mean of 0 and the variance of 1 that stand in for them until then.
+        # Small, so that the first rows outweigh the mean of 0 and the variance of 1, which are placeholders.
         # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """T updates in a row, as one: x (T, N, size), of any type -> the variance after each of them, (T, size)"""
+        """T updates at once: x (T, N, size) of any dtype, row by row -> the variance after each of them, (T, size)"""
         x = x.double()
-        center = x.mean((0, 1))  # sums of squares around it lose no digits
+        center = x.mean((0, 1))  # sums of squares around 0 would lose digits
         x, mean = x - center, self.mean - center
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
         means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
-        variances = (squares / counts - means.square()).clamp(min=0)  # below 0 by rounding
+        variances = (squares / counts - means.square()).clamp(min=0)  # rounding can give < 0
         self.mean.copy_(center + means[-1])
         self.var.copy_(variances[-1])
         self.count.copy_(counts[-1])
         return variances
 
     def sums(self, center):
-        """Count of all rows, and sums and sums of squares of what they differ from a center by, (3, size)"""
+        """Count, sum and sum of squares of (row - center) over all rows seen, stacked: (3, size)"""
         mean = self.mean - center
         return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
     def pool(self, center, before):
-        """Under torchrun: as if this had seen what all ranks have seen since their sums around a center, equal at that
-        time, were `before`. The center is the mean of then: sums around 0 would lose the digits of the variance."""
+        """Under torchrun: take in what the other ranks saw since `before`, the sums around `center` when all ranks
+        were last equal. `center` is the mean of that time: sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
         news = self.sums(center) - before
@@ -311,13 +311,14 @@ class RunningMeanStd(nn.Module):
         self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
-def layer_init(layer, std=2**0.5):
+def layer_init(layer, std=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 def mlp(input_size, output_size, std):
+    # Two tanh layers of 64, as in Schulman et al. (2017).
     hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
     return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), std))
 
@@ -342,7 +343,7 @@ class NatureCNN(nn.Module):
 
 class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is one row of S numbers: the hidden state (GRU, S = H), or hidden
-    and cell state behind each other (LSTM, S = 2 H); zeros at the start of an episode."""
+    and cell state concatenated (LSTM, S = 2 H); zeros at the start of an episode."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -361,10 +362,10 @@ class Memory(nn.Module):
         """T steps of n environments: inputs (T, n, I), episode_starts (T, n) bool, state (n, S) before the first step
         -> outputs (T, n, H), those of `step` with the state set to zero wherever an episode starts.
 
-        One call of the kernel behind nn.LSTM or nn.GRU does it. Rows are put in that set the state to zero: an extra
-        input, 1 in these rows only, shuts the gates that matter. sigmoid(-1e9) is exactly 0, and so is what goes
-        through a shut gate, forwards and backwards. With starts at t = 0 and 2 the kernel sees reset, x[0], x[1],
-        reset, x[2], ...; columns with fewer starts than others end with resets that nothing reads."""
+        One call of the kernel behind nn.LSTM or nn.GRU. To set the state to zero, a reset row is inserted before every
+        start: an extra input, 1 in reset rows only, shuts the gates that would keep the state. sigmoid(-1e9) is exactly
+        0, and so is what passes a shut gate, forward and backward. With starts at t = 0 and 2 the kernel sees reset,
+        x[0], x[1], reset, x[2], ...; columns with fewer starts are padded with reset rows that nothing reads."""
         T, n = episode_starts.shape
         steps = torch.arange(T, device=inputs.device).unsqueeze(1)
         rows = steps + episode_starts.cumsum(0)  # (T, n): t + starts so far
@@ -406,7 +407,7 @@ class Agent(nn.Module):
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd((1,))
-        self.register_buffer("log_std_shift", torch.zeros(1))  # by --anneal-std
+        self.register_buffer("log_std_shift", torch.zeros(1))  # log of --anneal-std's factor
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
@@ -453,7 +454,7 @@ class Agent(nn.Module):
     def get_log_probs(self, features, action_mask=None):
         """Discrete: (..., F), action_mask (..., A) bool or None -> a list of K log-probabilities (..., size)"""
         logits = self.actor(features.chunk(len(self.memories), -1)[0])
-        if action_mask is not None:  # exp of this is exactly 0, and its product with 0 is 0, as it would not be for inf
+        if action_mask is not None:  # not -inf: exp is 0 all the same, but in the entropy 0 * -inf would be NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
@@ -463,20 +464,20 @@ class Agent(nn.Module):
         if self.args.state_dependent_std:
             mean, log_std = mean.chunk(2, dim=-1)
             log_std = log_std + self.args.log_std_init
-            # With the gradient of what is not clamped: outside its bounds it would have none, and never come back.
+            # Straight-through: a clamp has no gradient outside its bounds, and log_std would never come back.
             log_std = log_std + (self.clamp_log_std(log_std) - log_std).detach()
         else:
             log_std = self.clamp_log_std(self.log_std).expand_as(mean)
         return mean, log_std + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        """log_std (..., A) as learned, kept between --log-std-min and --log-std-max, the latter scaled with the largest
-        action where that is above 1: noise that is much for a range of 1 is little for one of 3."""
+        """The learned log_std (..., A), clamped to --log-std-min and --log-std-max. The latter is scaled by the largest
+        |action| where that exceeds 1: noise that is large for a range of 1 is small for one of 3."""
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
             reach = torch.max(self.action_high, -self.action_low).clamp(min=1.0).flatten()
-            reach = reach.where(reach < 1e30, 1.0)  # no bound: it is given as infinity, or as the largest number
+            reach = reach.where(reach < 1e30, 1.0)  # unbounded: infinity, or the largest float
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
         return log_std
 
@@ -510,7 +511,7 @@ class Agent(nn.Module):
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), state as it came from the last call, None at the start of an episode,
         mask(s) (A,) or (N, A) or None -> action(s) for the environment, next state."""
-        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # flipped views too
+        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # no negative strides
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         batch = obs.shape[: obs.ndim - self.obs_rms.mean.ndim]  # () or (N,)
         obs = obs.reshape(-1, *self.obs_rms.mean.shape)
@@ -530,11 +531,12 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
-    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, 0 after an end, from one rollout to the next; it and
+    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, reset to 0 after an end, to the next rollout; it and
     return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
+        # After the copy: the return with the last reward of an episode counts (SB3).
         discounted_returns.masked_fill_(end, 0.0)
     variances = return_rms.update(all_returns.unsqueeze(-1))  # (T, 1)
     return (rewards / (variances + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
@@ -544,8 +546,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
-    terminated. next_values[t] is the value of the observation that really followed transition t: of the final
-    observation where the episode was truncated, anything where it terminated."""
+    terminated. next_values[t] is the value of the observation that really followed transition t: the final observation
+    where the episode was truncated; it may be anything where the episode terminated."""
+    # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -554,16 +557,16 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
         advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
-    return advantages, advantages + values
+    return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
 
 @torch.no_grad()
 def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations, state):
     """Features of a whole rollout for estimate_advantages: of obs (T, N, *D), last_obs (N, *D), final_obs (E, *D).
 
-    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Rows are put in,
-    as in Memory.unroll: the final observation of a truncated episode goes behind the last one of that episode, without
-    a start, and so meets the memory of the episode. What is left over at the end of a column nothing reads."""
+    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. As in
+    Memory.unroll, rows are inserted: the final observation of a truncated episode after the last one of that episode,
+    without a start, so that it sees the memory of the episode. Rows left over at the end of a column are not read."""
     T, N = truncations.shape
     columns = torch.arange(N, device=obs.device)
     rows = torch.arange(T + 1, device=obs.device).unsqueeze(1).repeat(1, N)
@@ -581,13 +584,13 @@ def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations,
 
 @torch.no_grad()
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
-    """values, advantages, returns (T, N) of a rollout, as the agent's critic sees it now.
+    """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
 
-    obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are what the E truncated episodes
-    ended in, in the order of truncations.nonzero(); with a memory, the features of all these."""
+    obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
+    truncated episodes, in the order of truncations.nonzero(). With a memory (ppo_rnn.py): features of all these."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # The row below a truncated step is the first of the next episode, whose value has nothing to do with it.
+    # The row after a truncated step is the first of another episode; V(s_{t+1}) is that of the final observation.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -595,13 +598,13 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, so a lower bound of the objective: clipping takes away what a step gains, never what it loses.
+    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef, the larger of the squared error and that of the new value
-    moved to within clip_coef of the old one (baselines)."""
+    """0.5 * mean squared error over (M,). With clip_coef, per sample the larger of the squared error and that of the
+    new value clipped to within clip_coef of the old one (baselines)."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -612,7 +615,7 @@ def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
 def ppo_loss(
     agent, args, clip_scale, mb_features, mb_actions, mb_log_probs, mb_values, mb_advantages, mb_returns, mb_masks
 ):
-    """Loss of a minibatch, and its metrics by name. clip_scale is what --anneal-clip leaves of the clip ranges."""
+    """Loss of a minibatch, and its metrics by name. clip_scale: the factor of --anneal-clip."""
     _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_features, mb_actions, mb_masks)
     log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
     if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
@@ -634,9 +637,9 @@ def ppo_loss(
 
 
 def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
-    """Tensors in and out: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). The KL of the first
-    minibatch of an iteration, 0 up to rounding, says nothing and changes nothing."""
-    # Bounded, so that no streak of minibatches can shut it down or blow it up.
+    """The new learning rate: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). A KL of 0, that of the
+    first minibatch of an iteration, says nothing and changes nothing. Tensors in and out."""
+    # rsl_rl's bounds, so that no streak of minibatches can shut it down or blow it up.
     lower = (learning_rate / 1.5).clamp(min=1e-5)
     higher = (learning_rate * 1.5).clamp(max=1e-2)
     too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
@@ -650,14 +653,14 @@ def explained_variance(values, returns):
 
 
 class SharedMemory:
-    """Where ranks meet that share a machine and compute on its CPU: to average the gradient of a small network takes
-    gloo, whose threads have to wake each other, 1.5 ms, and this 0.05.
+    """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
+    0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
 
     Every rank writes its message into its own row, then the message's number into `numbers`, and waits until all have
-    done so. There are two sets of rows, taken in turn: a rank that has read one may be a message ahead of another that
-    still reads it. Only for processors whose writes are seen in the order of the program, as those of x86 are."""
+    done so. Two sets of rows are used in turn: a rank that has read all may write its next message while another still
+    reads this one. Needs a processor whose stores are seen in program order, as those of x86 are."""
 
-    row_bytes = 2**26  # longer messages are gloo's; memory is taken where it is written to, not before
+    row_bytes = 2**26  # longer messages go through gloo; pages are only allocated when they are written to
 
     @staticmethod
     def is_possible(device):
@@ -678,8 +681,8 @@ class SharedMemory:
         dist.barrier()
 
     def exchange(self, *message):
-        """message: arrays of one type and M elements together, on every rank -> rows that begin with them, in the order
-        of ranks, (num_ranks, at least M)"""
+        """message: arrays of one dtype, M elements in all -> (num_ranks, at least M): row k begins with the message of
+        rank k."""
         self.number += 1
         rows = self.rows[self.number % 2].view(message[0].dtype)
         np.concatenate(message, out=rows[self.rank, : sum(x.size for x in message)], casting="no")
@@ -693,14 +696,14 @@ class SharedMemory:
                     os.kill(process, 0)  # ProcessLookupError if it has ended
 
 
-shared_memory = None  # where join_ranks finds that there can be one
+shared_memory = None  # a SharedMemory, where join_ranks can make one
 
 
 def join_ranks(device):
     """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
     global shared_memory
     store, rank, num_ranks = next(dist.rendezvous("env://"))
-    # After a restart by torchrun the store still has the addresses of the processes before.
+    # After a restart by torchrun, the store still has the addresses of the dead processes (pytorch/pytorch#135712).
     store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
@@ -709,7 +712,7 @@ def join_ranks(device):
 
 
 def talk_to_ranks(collective, *arguments):
-    """Call a function of torch.distributed; if another rank has died, end with one line."""
+    """Call what waits for other ranks; if one of them has died, exit with one line."""
     try:
         return collective(*arguments)
     except (RuntimeError, ProcessLookupError) as error:
@@ -717,7 +720,7 @@ def talk_to_ranks(collective, *arguments):
 
 
 def average_over_ranks(*tensors):
-    """Under torchrun tensors, of one type, become in place their means over all ranks; alone they stay."""
+    """Under torchrun: replace tensors of one dtype, in place, by their means over all ranks. Otherwise do nothing."""
     if not dist.is_initialized():
         return
     if shared_memory and sum(x.nbytes for x in tensors) <= shared_memory.row_bytes:
@@ -735,7 +738,7 @@ def average_over_ranks(*tensors):
 
 
 def gather_from_ranks(value):
-    """Under torchrun the values of all ranks, in a list; alone [value]."""
+    """Under torchrun: a list of the values of all ranks. Otherwise [value]."""
     if not dist.is_initialized():
         return [value]
     if shared_memory:
@@ -747,13 +750,14 @@ def gather_from_ranks(value):
 
 
 def make_compiler(args, device):
-    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
+    """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
 
-    A function is compiled when it is first called. What it closes over is taken as constant from then on: torch's
-    guards, which check that before every call, take as long as these networks. Other shapes are still an error."""
+    A function is compiled at its first call. From then on numbers it closes over are constants, tensors may change in
+    place only: torch's guards, which would check this at every call, take as long as these networks. Other shapes are
+    still an error."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
 
     def compiled(function):
         program = None
@@ -793,8 +797,8 @@ def make_run_dir(args):
 
 
 def find_last_run(args):
-    """The run folder that torchrun's restart goes on with: the newest of this environment, name and seed, if it has the
-    same arguments and a checkpoint that is not the last; otherwise None."""
+    """The run folder that a restart by torchrun continues: the newest with this environment, name and seed, if it has a
+    checkpoint, the same arguments, and steps left to do; otherwise None."""
     name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
     path = max(Path(args.runs_dir).glob(f"{name}*"), default=None)
     if path is None or not (path / "checkpoint.pt").is_file():
@@ -805,7 +809,7 @@ def find_last_run(args):
 
 
 def open_episodes(run_dir, global_step):
-    """episodes.csv, open for appending, and its returns, without the rows a killed run left after its checkpoint."""
+    """episodes.csv, open for appending, and its returns; rows a killed run left after its checkpoint are dropped."""
     path, header = run_dir / "episodes.csv", ["global_step", "episodic_return", "episodic_length", "seconds"]
     rows = [row for row in csv.reader(path.open()) if len(row) == 4 and row != header] if path.exists() else []
     rows = [row for row in rows if int(row[0]) <= global_step]
@@ -816,8 +820,8 @@ def open_episodes(run_dir, global_step):
 
 
 def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush):
-    """Add the episodes that ended in an iteration, and its scalars, to episodes.csv and TensorBoard, flushed before a
-    checkpoint: what comes before that is on disk, what comes after is purged on --resume."""
+    """Append an iteration's episodes and scalars to episodes.csv and TensorBoard. `flush` before a checkpoint: what it
+    covers is then on disk, and what comes after it --resume drops."""
     try:
         for step, episodic_return, episodic_length, seconds in episodes:
             row = step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"
@@ -834,7 +838,7 @@ def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, fl
 
 
 def save_checkpoint(run_dir, checkpoint):
-    """Replaces checkpoint.pt in one step: a kill or a full disk leaves either the new one or the one before, whole."""
+    """Replace checkpoint.pt atomically: a kill or a full disk leaves the new one or the one before, whole."""
     try:
         torch.save(checkpoint, run_dir / "checkpoint.tmp")
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
@@ -843,7 +847,7 @@ def save_checkpoint(run_dir, checkpoint):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint of a run folder, "args" in it as Args and "agent" as the trained Agent, on the CPU. Only tensors
+    """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent. Only tensors
     and plain values are read: no code in it can run."""
     path = Path(run_dir, "checkpoint.pt")
     if not path.is_file():
@@ -857,7 +861,7 @@ def load_checkpoint(run_dir):
             agent = Agent(state["obs_rms.mean"].shape, action, args)
             agent.load_state_dict(state)
             return checkpoint | {"args": args, "agent": agent}
-    except Exception as error:  # damage shows itself in many ways
+    except Exception as error:  # a damaged file can raise anything
         fail(f"{path} is damaged, or of another version: {type(error).__name__}")
     fail(f"{path} is from {script}.py")
 
@@ -868,7 +872,7 @@ def load_agent(run_dir):
 
 
 def make_evaluation_env(env_id, draw):
-    """One environment; with `draw` it has already shown that it can draw itself."""
+    """One environment; with `draw`, one that has been seen to render."""
     quiet_mujoco()
     try:
         env = gym.make(env_id, **({"render_mode": "rgb_array"} if draw else {}))
@@ -884,12 +888,12 @@ def make_evaluation_env(env_id, draw):
 
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
-    """Returns (episodes,) of whole episodes in a new environment. The agent stays as it is, statistics included."""
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change."""
     env = make_evaluation_env(env_id, draw=video_dir is not None)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
     devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # its random numbers are its own: training goes on as if it had not been
+    with torch.random.fork_rng(devices):  # training's random numbers go on as if there had been no evaluation
         torch.manual_seed(seed)
         episodic_returns = np.zeros(episodes)
         for episode in range(episodes):
@@ -907,8 +911,7 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
 
 
 def train(args, stop_signals=()):
-    """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
-    one line and raises SystemExit.
+    """Train an agent; return it and its run folder (None on ranks above 0). Bad input: one line, then SystemExit.
 
     stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
     is finished and saved."""
@@ -919,8 +922,8 @@ def train(args, stop_signals=()):
     T, N = args.num_steps, args.num_envs // num_ranks
     B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = False  # the replay of a minibatch gives what single steps gave
-    warnings.filterwarnings("ignore", message="RNN module weights")  # scattered in memory: a matter of speed
+    torch.backends.cudnn.allow_tf32 = False  # so that replaying a minibatch gives what single steps gave
+    warnings.filterwarnings("ignore", message="RNN module weights")  # they are not in one block: slower, no error
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what LSTM and GRU need for it on CUDA
     torch.manual_seed(args.seed)
@@ -942,7 +945,7 @@ def train(args, stop_signals=()):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             if device.index >= torch.cuda.device_count():
-                fail(f"torchrun has more processes here than there are GPUs, {torch.cuda.device_count()}")
+                fail(f"torchrun started more processes here than there are GPUs ({torch.cuda.device_count()})")
         join_ranks(device)
     if not agent.sees_images:
         torch.set_num_threads(1)  # these networks are too small for more
@@ -953,13 +956,13 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(parameters).detach()
     vector_to_parameters(flat_parameters, parameters)
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    # A learning rate that is a tensor can change without compiling the step again.
+    # A tensor, because a number would be a constant of the compiled step.
     lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
-    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
-    # A tensor too: what is compiled has taken the numbers in args as constants, a new schedule in the loop needs one.
+    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
+    # A tensor for the same reason. A new schedule in the loop needs one too: compiled, numbers in args are constants.
     clip_scale = torch.ones((), device=device)
-    if rank > 0:  # the networks are those of all ranks, noise and permutations their own
+    if rank > 0:  # networks begin equal on all ranks; noise and permutations differ
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
 
     iteration, global_step, seconds_before = 0, 0, 0.0
@@ -992,7 +995,7 @@ def train(args, stop_signals=()):
 
     if len(set(gather_from_ranks(iteration))) > 1:
         fail("ranks would begin in different iterations: all machines need the same --runs-dir, on a shared disk")
-    if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
+    if dist.is_initialized():  # the same to the last bit, even from different machines
         talk_to_ranks(dist.broadcast, flat_parameters, 0)
 
     compiled = make_compiler(args, device)
@@ -1021,8 +1024,8 @@ def train(args, stop_signals=()):
         return torch.autograd.grad(loss, [features, *head_parameters]), metrics
 
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
-        # The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. What
-        # follows is, there and back in one call: two calls, each of which autograd has to manage, take twice as long.
+        # The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. Losses
+        # and their gradients are one compiled call: as two, with autograd between them, they take twice as long.
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
         rows = features.detach().requires_grad_(), *(x.flatten(0, 1) for x in minibatch)
         (feature_gradient, *head_gradients), metrics = compute_head_gradients(*rows)
@@ -1033,14 +1036,14 @@ def train(args, stop_signals=()):
     @torch.no_grad()
     @compiled
     def apply_gradient(gradient, approx_kl):
-        flat_parameters.grad.copy_(gradient)  # an assignment would cut the compiled step in two
+        flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
         if args.max_grad_norm > 0:
             clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
         if args.desired_kl is not None:
             lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
         adam_step(optimizer)
 
-    # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
+    # All arguments have been checked by now, except the login of --track. From here on the run exists on disk.
     run_dir = None
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
@@ -1067,7 +1070,7 @@ def train(args, stop_signals=()):
     else:
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)
     log_probs = torch.zeros(T, N, device=device)
-    # Rewards and ends are gathered in numpy, and go to the device once per rollout.
+    # Rewards and ends are collected in numpy and go to the device once per rollout.
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
@@ -1093,14 +1096,14 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        # sin(pi/2 * remaining): a quarter of a cosine, from 1 to 0. Beside log_std, not in it: Adam and the bounds see
-        # only what is learned.
+        # The factor sin(pi/2 * remaining) falls from 1 to 0 along a quarter of a cosine. It is kept apart from log_std:
+        # Adam and the bounds see only what is learned.
         agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
-        if hasattr(agent, "log_std"):  # outside its bounds it would have no gradient, and stay there
+        if hasattr(agent, "log_std"):  # beyond its bounds it would get no gradient and stay there
             agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
 
         # -------------------------------------------------------------------------------------------- rollout
-        # Equal on all ranks; what comes now is each one's own.
+        # The statistics are equal on all ranks here; in the rollout each rank updates its own.
         sums_before = [(rms.mean.clone(), rms.sums(rms.mean)) for rms in statistics]
         episodes, final_obs, first_state = [], [obs[0, :0]], state
         step_starts[0] = step_starts[T]
@@ -1147,18 +1150,18 @@ def train(args, stop_signals=()):
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # values too, which --clip-vloss then stays near
+            if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # the agent is still what it was: what --desired-kl would follow here is rounding
+                if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
-                if stop_update:  # before the step that would go further
+                if stop_update:  # before this minibatch's step
                     break
                 apply_gradient(gradient, metrics["approx_kl"])
             if stop_update:
@@ -1168,21 +1171,21 @@ def train(args, stop_signals=()):
         scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
         scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
         average_over_ranks(*scalars.values())
-        # Asked once: a signal that comes later than this waits for the next iteration.
+        # stop_signals is read once: a signal that comes later waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
         episodes, stopped_by, rng_states = zip(*gather_from_ranks((episodes, list(stop_signals), rng_state)))
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
-        if rank > 0:  # the first one writes for all
+        if rank > 0:  # rank 0 writes for all
             if stopped_by:
                 break
             continue
         scalars = {name: value.item() for name, value in scalars.items()}
         if not all(math.isfinite(scalars[f"losses/{name}"]) for name in metrics):
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-        # Rounded as in episodes.csv, which --resume takes them from.
+        # Rounded as in episodes.csv, from which --resume reads them.
         recent_returns.extend(float(f"{episodic_return:.6g}") for _, episodic_return, _, _ in episodes)
         if recent_returns:
             scalars["charts/last_100_return"] = np.mean(recent_returns)
@@ -1196,7 +1199,7 @@ def train(args, stop_signals=()):
         mean_return = scalars.get("charts/last_100_return", math.nan)
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         progress.update(T * args.num_envs)
-        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
+        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # without a terminal: about 20 lines
             sps = scalars["charts/SPS"]
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
@@ -1257,12 +1260,12 @@ def main():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not args.resume:
-        args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
+        args.resume = find_last_run(args)  # restarted by torchrun --max-restarts: a rank had died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
     try:
         train(args, stop_signals)
-    finally:  # after an error: workers of --async-envs, which have inherited request_stop, would never end
+    finally:  # after an error: workers of --async-envs have inherited request_stop and would not end by SIGTERM
         for worker in multiprocessing.active_children():
             worker.kill()
 

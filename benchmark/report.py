@@ -42,12 +42,12 @@ SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
 SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
-    "mujoco": "MuJoCo, `ppo_continuous.py` with its default settings, the same for all tasks. They were chosen on "
-    "these tasks, on seeds 1 to 3, Hopper's 4, and of Humanoid only 1 (benchmark/NOTES.md). Their noise falls to 0 "
-    "over the run (`--anneal-std`), while CleanRL's agents explore to the end. TRPO, sb3-contrib's, is evaluated at "
-    "the end of its runs. Figures of others, CleanRL's apart, are of the versions -v2 and -v3 of a task",
-    "classic": "Classic control",
-    "memory": "Tasks that need a memory",
+    "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. They were chosen on these "
+    "tasks, seeds 1 to 3 (Hopper: also 4; Humanoid: only 1; benchmark/NOTES.md). Their noise falls to 0 over the run "
+    "(`--anneal-std`), CleanRL's does not. Published figures, except CleanRL's, are for versions -v2 and -v3 of the "
+    "tasks; TRPO is sb3-contrib's, evaluated after training",
+    "classic": "**Classic control**",
+    "memory": "**Tasks that need a memory**",
 }
 CURVE_POINTS = 50
 SPEED = {
@@ -55,9 +55,9 @@ SPEED = {
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
-    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128: one here, two there, as by default",
-    "rnn-shared": "the same with one LSTM on both sides",
-    "rnn-separate": "the same with two LSTMs on both sides",
+    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128, defaults: one here, two in sb3-contrib",
+    "rnn-shared": "the same, one LSTM in both",
+    "rnn-separate": "the same, two LSTMs in both",
 }
 
 
@@ -262,19 +262,19 @@ def speed_table():
     with open(RESULTS / "speed.csv") as file:
         rows = {(row["case"], row["contestant"]): row for row in csv.DictReader(file)}
     lines = [
-        "Speed, one CPU thread each, without the start: environment steps per second, and the ratio to others at the"
+        "**Speed** on one CPU thread, startup excluded: environment steps per second, and their ratio to others at the"
     ]
-    lines[0] += " same settings, run in turn on one machine; in the last column, the share of the speed at which the"
-    lines[0] += " simulators run with random actions and no learning."
+    lines[0] += " same settings, run in turn on one machine. Last column: percentage of the speed that the simulators"
+    lines[0] += " reach alone, with random actions."
     others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib"), "CleanRL": ("CleanRL",), "LeanRL": ("LeanRL",)}
     others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
     columns = [
         "script, task, environments x steps",
         "steps/s",
-        "start",
-        "first start on a machine",
+        "startup",
+        "first startup on a machine",
         *others,
-        "of the simulators",
+        "of simulators alone",
     ]
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for case, title in SPEED.items():
@@ -290,8 +290,8 @@ def speed_table():
     one, two = rows["ranks", "one process"], rows["ranks", "ppo_continuous, two"]
     pairs = [int(b) / int(a) for a, b in zip(one["single_runs"].split(), two["single_runs"].split())]
     text = "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, make"
-    text += f" {float(one['ratio']):.2f} times the steps per second of one process with its 100 environments"
-    lines += ["", f"{text} (median of {len(pairs)} pairs, {min(pairs):.2f} to {max(pairs):.2f})."]
+    text += f" {float(one['ratio']):.2f} times the steps per second of one process with 100 environments"
+    lines += ["", f"{text} (median of {len(pairs)} pairs of runs, range {min(pairs):.2f} to {max(pairs):.2f})."]
     versions = []
     for row in rows.values():
         peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own
@@ -354,13 +354,7 @@ def suite_table(name):
     suite = read_suite(name)
     trpo = any((env_id, "trpo") in published for env_id, *_ in suite)
     evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
-    text = f"{SUITES[name]}. Mean return of the last 100 training episodes, with its 95% bootstrap interval over seeds"
-    text += " (too narrow where there are few: of three it is their range)"
-    lines = [
-        text
-        + "; and of ten episodes (or `--eval-episodes`) that the trained agent plays without exploring" * evaluated
-        + "."
-    ]
+    lines = [f"{SUITES[name]}."]
     columns = ["task", "steps", "last 100 episodes", "95% interval", "seeds", *["evaluated"] * evaluated, "CleanRL"]
     columns += ["highest PPO found", *["TRPO"] * trpo]
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
@@ -465,14 +459,17 @@ def draw_curves(name):
 
 def write_readme():
     """Tables and pictures of all suites, between README's markers."""
-    lines = []
+    text = "In all tables *last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over"
+    text += " seeds, with a 95% bootstrap interval (too narrow for few: with three it is their range); *evaluated*"
+    text += " is the mean of ten episodes (or `--eval-episodes`) of the trained agent without exploration."
+    lines = [text, ""]
     for name in SUITES:
         draw_curves(name)
         lines += suite_table(name)
     lines += speed_table()
-    text = "Sources and protocols: benchmark/published.csv. *: the best evaluation during training (mean over seeds of"
-    text += " the best, or best mean over seeds), not the end of it. †: a single run, evaluated without exploration."
-    text += " Figures that can only be read off plots are left out."
+    text = "Published figures: sources and protocols in benchmark/published.csv. *: the best evaluation during training"
+    text += " (mean over seeds of the best, or best mean over seeds), not the last. †: a single run, evaluated without"
+    text += " exploration. Figures that could only be read off plots are left out."
     lines.append(text)
     readme = ROOT / "README.md"
     start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"

@@ -92,8 +92,8 @@ class Args:  # the comments are what --help prints
     torch_deterministic: bool = True  # only deterministic cuDNN kernels
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
     compile: bool = True  # torch.compile: half a minute at the start; off: eager
-    checkpoint_interval: int = 10  # iterations between checkpoints; there is always one at the end and on Ctrl-C
-    resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
+    checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
+    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
     evaluate: str | None = None  # a run folder: its agent plays, statistics frozen; --eval-*, --seed, --device
     export: str | None = None  # a run folder: writes actor.pt2 there, the actor alone, from raw observation to action
     eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
@@ -114,18 +114,18 @@ class Args:  # the comments are what --help prints
     # --- PPO
     num_steps: int = 24  # steps of each environment per iteration (T)
     unroll_length: int | None = None  # minibatches of whole unrolls of so many steps (L); None: of single steps
-    learning_rate: float = 1e-3  # learning rate of Adam; where it starts with --anneal-lr or --desired-kl
+    learning_rate: float = 1e-3  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = False  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
+    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps, or the unrolls, of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
     timeouts: Literal["exact", "current-value", "masked"] = "exact"  # what follows a truncated step, Choices 1
     advantages: Literal["gae", "brax"] = "gae"  # brax: one step to the next lambda return
     recompute_targets: bool = False  # advantages and returns from the current critic in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # over what advantages get mean 0 and deviation 1
-    clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = True  # take the larger of the value error and its error when kept near the old value
+    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
+    clip_vloss: bool = True  # the larger of the value's error and that of the value clipped to near the old one
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the return; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2: rsl_rl's 1, which has no 0.5
@@ -150,19 +150,19 @@ UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
 
 def fail(message, code=2):
-    """End with one line. Code 2: wrong input, nothing has been written; code 1: something broke during the run."""
+    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def count_ranks():
-    """Processes that torchrun has started, each of which takes its share of the environments; 1 without torchrun."""
+    """Number of processes that torchrun has started, each with its share of the environments; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
+    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -179,7 +179,7 @@ def parse_args(argv=None, default=None):
 
 
 def check_args(args):
-    """Refuse what cannot work, before anything is made."""
+    """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
         if field.type in (int, int | None) and value is not None:
@@ -296,8 +296,8 @@ class BraxEnvs:
 
 
 class KeepFinalObs(gym.Wrapper):
-    """Copies the observation in which an episode ends: of an environment that writes them all into one array, it would
-    already be the first of the next."""
+    """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
+    would overwrite it with the first of the next."""
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -369,39 +369,39 @@ def split_obs(obs):
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all rows seen so far, as buffers, so that state_dict has them."""
+    """Mean and variance of all rows seen so far; buffers, so that state_dict includes them."""
 
     def __init__(self, shape):
         super().__init__()
-        # In float64: the sums of millions of rows would lose the digits of the next one in float32.
+        # float64: in float32, a sum over millions of rows would swallow the digits of the next one.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        # Small: the first rows shall outweigh the mean of 0 and the variance of 1 that stand in for them until then.
+        # Small, so that the first rows outweigh the mean of 0 and the variance of 1, which are placeholders.
         # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """T updates in a row, as one: x (T, N, size), of any type -> the variance after each of them, (T, size)"""
+        """T updates at once: x (T, N, size) of any dtype, row by row -> the variance after each of them, (T, size)"""
         x = x.double()
-        center = x.mean((0, 1))  # sums of squares around it lose no digits
+        center = x.mean((0, 1))  # sums of squares around 0 would lose digits
         x, mean = x - center, self.mean - center
         counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
         means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
         squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
-        variances = (squares / counts - means.square()).clamp(min=0)  # below 0 by rounding
+        variances = (squares / counts - means.square()).clamp(min=0)  # rounding can give < 0
         self.mean.copy_(center + means[-1])
         self.var.copy_(variances[-1])
         self.count.copy_(counts[-1])
         return variances
 
     def sums(self, center):
-        """Count of all rows, and sums and sums of squares of what they differ from a center by, (3, size)"""
+        """Count, sum and sum of squares of (row - center) over all rows seen, stacked: (3, size)"""
         mean = self.mean - center
         return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
     def pool(self, center, before):
-        """Under torchrun: as if this had seen what all ranks have seen since their sums around a center, equal at that
-        time, were `before`. The center is the mean of then: sums around 0 would lose the digits of the variance."""
+        """Under torchrun: take in what the other ranks saw since `before`, the sums around `center` when all ranks
+        were last equal. `center` is the mean of that time: sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
         news = self.sums(center) - before
@@ -501,8 +501,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
-    terminated. next_values[t] is the value of the observation that really followed transition t: of the final
-    observation where the episode was truncated, anything where it terminated."""
+    terminated. next_values[t] is the value of the observation that really followed transition t: the final observation
+    where the episode was truncated; it may be anything where the episode terminated."""
+    # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -511,7 +512,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
         advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
-    return advantages, advantages + values
+    return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
@@ -543,13 +544,13 @@ def normalize_advantages(advantages):
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, so a lower bound of the objective: clipping takes away what a step gains, never what it loses.
+    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef, the larger of the squared error and that of the new value
-    moved to within clip_coef of the old one (baselines)."""
+    """0.5 * mean squared error over (M,). With clip_coef, per sample the larger of the squared error and that of the
+    new value clipped to within clip_coef of the old one (baselines)."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -591,9 +592,9 @@ def ppo_loss(agent, args, minibatch):
 
 
 def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
-    """Tensors in and out: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). The KL of the first
-    minibatch of an iteration, 0 up to rounding, says nothing and changes nothing."""
-    # Bounded, so that no streak of minibatches can shut it down or blow it up.
+    """The new learning rate: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). A KL of 0, that of the
+    first minibatch of an iteration, says nothing and changes nothing. Tensors in and out."""
+    # rsl_rl's bounds, so that no streak of minibatches can shut it down or blow it up.
     lower = (learning_rate / 1.5).clamp(min=1e-5)
     higher = (learning_rate * 1.5).clamp(max=1e-2)
     too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
@@ -607,14 +608,14 @@ def explained_variance(values, returns):
 
 
 class SharedMemory:
-    """Where ranks meet that share a machine and compute on its CPU: to average the gradient of a small network takes
-    gloo, whose threads have to wake each other, 1.5 ms, and this 0.05.
+    """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
+    0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
 
     Every rank writes its message into its own row, then the message's number into `numbers`, and waits until all have
-    done so. There are two sets of rows, taken in turn: a rank that has read one may be a message ahead of another that
-    still reads it. Only for processors whose writes are seen in the order of the program, as those of x86 are."""
+    done so. Two sets of rows are used in turn: a rank that has read all may write its next message while another still
+    reads this one. Needs a processor whose stores are seen in program order, as those of x86 are."""
 
-    row_bytes = 2**26  # longer messages are gloo's; memory is taken where it is written to, not before
+    row_bytes = 2**26  # longer messages go through gloo; pages are only allocated when they are written to
 
     @staticmethod
     def is_possible(device):
@@ -635,8 +636,8 @@ class SharedMemory:
         dist.barrier()
 
     def exchange(self, *message):
-        """message: arrays of one type and M elements together, on every rank -> rows that begin with them, in the order
-        of ranks, (num_ranks, at least M)"""
+        """message: arrays of one dtype, M elements in all -> (num_ranks, at least M): row k begins with the message of
+        rank k."""
         self.number += 1
         rows = self.rows[self.number % 2].view(message[0].dtype)
         np.concatenate(message, out=rows[self.rank, : sum(x.size for x in message)], casting="no")
@@ -650,14 +651,14 @@ class SharedMemory:
                     os.kill(process, 0)  # ProcessLookupError if it has ended
 
 
-shared_memory = None  # where join_ranks finds that there can be one
+shared_memory = None  # a SharedMemory, where join_ranks can make one
 
 
 def join_ranks(device):
     """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
     global shared_memory
     store, rank, num_ranks = next(dist.rendezvous("env://"))
-    # After a restart by torchrun the store still has the addresses of the processes before.
+    # After a restart by torchrun, the store still has the addresses of the dead processes (pytorch/pytorch#135712).
     store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
@@ -666,7 +667,7 @@ def join_ranks(device):
 
 
 def talk_to_ranks(collective, *arguments):
-    """Call a function of torch.distributed; if another rank has died, end with one line."""
+    """Call what waits for other ranks; if one of them has died, exit with one line."""
     try:
         return collective(*arguments)
     except (RuntimeError, ProcessLookupError) as error:
@@ -674,7 +675,7 @@ def talk_to_ranks(collective, *arguments):
 
 
 def average_over_ranks(*tensors):
-    """Under torchrun tensors, of one type, become in place their means over all ranks; alone they stay."""
+    """Under torchrun: replace tensors of one dtype, in place, by their means over all ranks. Otherwise do nothing."""
     if not dist.is_initialized():
         return
     if shared_memory and sum(x.nbytes for x in tensors) <= shared_memory.row_bytes:
@@ -692,7 +693,7 @@ def average_over_ranks(*tensors):
 
 
 def gather_from_ranks(value):
-    """Under torchrun the values of all ranks, in a list; alone [value]."""
+    """Under torchrun: a list of the values of all ranks. Otherwise [value]."""
     if not dist.is_initialized():
         return [value]
     if shared_memory:
@@ -704,13 +705,14 @@ def gather_from_ranks(value):
 
 
 def make_compiler(args, device):
-    """torch.compile, or, without --compile or where it does not work, a decorator that changes nothing.
+    """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
 
-    A function is compiled when it is first called. What it closes over is taken as constant from then on: torch's
-    guards, which check that before every call, take as long as these networks. Other shapes are still an error."""
+    A function is compiled at its first call. From then on numbers it closes over are constants, tensors may change in
+    place only: torch's guards, which would check this at every call, take as long as these networks. Other shapes are
+    still an error."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in what is compiled
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
 
     def compiled(function):
         program = None
@@ -750,8 +752,8 @@ def make_run_dir(args):
 
 
 def find_last_run(args):
-    """The run folder that torchrun's restart goes on with: the newest of this environment, name and seed, if it has the
-    same arguments and a checkpoint that is not the last; otherwise None."""
+    """The run folder that a restart by torchrun continues: the newest with this environment, name and seed, if it has a
+    checkpoint, the same arguments, and steps left to do; otherwise None."""
     name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
     path = max(Path(args.runs_dir).glob(f"{name}*"), default=None)
     if path is None or not (path / "checkpoint.pt").is_file():
@@ -762,7 +764,7 @@ def find_last_run(args):
 
 
 def open_episodes(run_dir, global_step):
-    """episodes.csv, open for appending, and its returns, without the rows a killed run left after its checkpoint."""
+    """episodes.csv, open for appending, and its returns; rows a killed run left after its checkpoint are dropped."""
     path, header = run_dir / "episodes.csv", ["global_step", "episodic_return", "episodic_length", "seconds"]
     rows = [row for row in csv.reader(path.open()) if len(row) == 4 and row != header] if path.exists() else []
     rows = [row for row in rows if int(row[0]) <= global_step]
@@ -773,8 +775,8 @@ def open_episodes(run_dir, global_step):
 
 
 def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush):
-    """Add the episodes that ended in an iteration, and its scalars, to episodes.csv and TensorBoard, flushed before a
-    checkpoint: what comes before that is on disk, what comes after is purged on --resume."""
+    """Append an iteration's episodes and scalars to episodes.csv and TensorBoard. `flush` before a checkpoint: what it
+    covers is then on disk, and what comes after it --resume drops."""
     try:
         for step, episodic_return, episodic_length, seconds in episodes:
             row = step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"
@@ -791,7 +793,7 @@ def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, fl
 
 
 def save_checkpoint(run_dir, checkpoint):
-    """Replaces checkpoint.pt in one step: a kill or a full disk leaves either the new one or the one before, whole."""
+    """Replace checkpoint.pt atomically: a kill or a full disk leaves the new one or the one before, whole."""
     try:
         torch.save(checkpoint, run_dir / "checkpoint.tmp")
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
@@ -800,7 +802,7 @@ def save_checkpoint(run_dir, checkpoint):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint of a run folder, "args" in it as Args and "agent" as the trained Agent, on the CPU. Only tensors
+    """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent. Only tensors
     and plain values are read: no code in it can run."""
     path = Path(run_dir, "checkpoint.pt")
     if not path.is_file():
@@ -815,7 +817,7 @@ def load_checkpoint(run_dir):
             agent = Agent(*sizes, state["action_low"], state["action_high"], args)
             agent.load_state_dict(state)
             return checkpoint | {"args": args, "agent": agent}
-    except Exception as error:  # damage shows itself in many ways
+    except Exception as error:  # a damaged file can raise anything
         fail(f"{path} is damaged, or of another version: {type(error).__name__}")
     fail(f"{path} is from {script}.py")
 
@@ -850,7 +852,7 @@ def export_actor(run_dir):
 def evaluate(agent, envs, seed, deterministic=True):
     """Returns (N,) of the first episode of each environment. The agent stays as it is, statistics included."""
     devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # its random numbers are its own: training goes on as if it had not been
+    with torch.random.fork_rng(devices):  # training's random numbers go on as if there had been no evaluation
         torch.manual_seed(seed)
         obs, _ = envs.reset(seed=seed)
         running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.obs_rms.mean.device)
@@ -864,8 +866,7 @@ def evaluate(agent, envs, seed, deterministic=True):
 
 
 def train(args, stop_signals=()):
-    """Train an agent; return it and its run folder (None on ranks of torchrun above 0). Bad input prints
-    one line and raises SystemExit.
+    """Train an agent; return it and its run folder (None on ranks above 0). Bad input: one line, then SystemExit.
 
     stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
     is finished and saved."""
@@ -904,11 +905,11 @@ def train(args, stop_signals=()):
         vector_to_parameters(flat, part)
         flat.grad = torch.zeros_like(flat)
         flat_parameters.append(flat)
-    # A learning rate that is a tensor can change without compiling the step again.
+    # A tensor, because a number would be a constant of the compiled step.
     lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam(flat_parameters, lr, eps=1e-8, foreach=False, capturable=on_cuda)
-    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks around it, which torch.compile stumbles over
-    if rank > 0:  # the networks are those of all ranks, noise and permutations their own
+    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
+    if rank > 0:  # networks begin equal on all ranks; noise and permutations differ
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
 
     iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
@@ -941,7 +942,7 @@ def train(args, stop_signals=()):
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
         evaluations = checkpoint["evaluations"]
 
-    if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
+    if dist.is_initialized():  # the same to the last bit, even from different machines
         for flat in flat_parameters:
             talk_to_ranks(dist.broadcast, flat, 0)
 
@@ -966,14 +967,14 @@ def train(args, stop_signals=()):
     @compiled
     def apply_gradients(actor_gradient, critic_gradient, kl):
         for flat, gradient in zip(flat_parameters, (actor_gradient, critic_gradient)):
-            flat.grad.copy_(gradient)  # an assignment would cut the compiled step in two
+            flat.grad.copy_(gradient)  # torch.compile refuses an assignment here
             if args.max_grad_norm > 0:
                 clip_grad_norm_(flat, args.max_grad_norm, foreach=False)
         if args.desired_kl is not None:
             lr.copy_(adapt_learning_rate(lr, kl, args.desired_kl))
         adam_step(optimizer)
 
-    # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
+    # All arguments have been checked by now, except the login of --track. From here on the run exists on disk.
     run_dir = None
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
@@ -1095,7 +1096,7 @@ def train(args, stop_signals=()):
                 average_over_ranks(*gradients, metrics["kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["kl"].item() > 1.5 * args.target_kl
-                if stop_update:  # before the step that would go further
+                if stop_update:  # before this minibatch's step
                     break
                 apply_gradients(*gradients, metrics["kl"])
             if stop_update:
@@ -1111,7 +1112,7 @@ def train(args, stop_signals=()):
         scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
         scalars |= {"charts/learning_rate": lr, "charts/noise_std": stds.mean()}
         average_over_ranks(*scalars.values())
-        # Asked once: a signal that comes later than this waits for the next iteration.
+        # stop_signals is read once: a signal that comes later waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
         seconds = seconds_before + time.time() - start_time
         step_of_end, env_of_end = (terminations | truncations).nonzero(as_tuple=True)
@@ -1125,20 +1126,20 @@ def train(args, stop_signals=()):
         episodes, stopped_by, rng_states = zip(*gather_from_ranks((episodes, list(stop_signals), rng_state)))
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
-        if rank > 0:  # the first one writes for all
+        if rank > 0:  # rank 0 writes for all
             if stopped_by:
                 break
             continue
         scalars = {name: value.item() for name, value in scalars.items()}
         if not math.isfinite(sum(value for name, value in scalars.items() if name != "losses/explained_variance")):
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
         # Evaluations due by now, and before this iteration: evenly spread, the last one after the last iteration.
         due, earlier = (i * args.num_evaluations // num_iterations for i in (iteration, iteration - 1))
         if due > earlier:
             log_evaluation()
             scalars["charts/eval_return"] = evaluations[-1][1]
-        # Rounded as in episodes.csv, which --resume takes them from.
+        # Rounded as in episodes.csv, from which --resume reads them.
         recent_returns.extend(float(f"{episodic_return:.6g}") for _, episodic_return, _, _ in episodes)
         if recent_returns:
             scalars["charts/last_100_return"] = np.mean(recent_returns)
@@ -1152,7 +1153,7 @@ def train(args, stop_signals=()):
         mean_return = scalars.get("charts/last_100_return", math.nan)
         progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         progress.update(T * args.num_envs)
-        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # not on a terminal: a line, 20 times
+        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # without a terminal: about 20 lines
             sps = scalars["charts/SPS"]
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
@@ -1226,7 +1227,7 @@ def main():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not args.resume:
-        args.resume = find_last_run(args)  # torchrun --max-restarts: a rank has died
+        args.resume = find_last_run(args)  # restarted by torchrun --max-restarts: a rank had died
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
     train(args, stop_signals)

@@ -93,8 +93,8 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of sampling and of the order of prompts; of the built-in task's models too
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
-    checkpoint_interval: int = 20  # iterations between checkpoints; there is always one at the end and on Ctrl-C
-    resume: str | None = None  # a run folder to go on with; its arguments hold, except those given again
+    checkpoint_interval: int = 20  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
+    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
     evaluate: str | None = None  # a run folder: its actor answers; --eval-*, --seed, --prompts
     eval_episodes: int = 256  # answers that --evaluate asks for
     eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
@@ -123,7 +123,7 @@ class Args:  # the comments are what --help prints
     anneal_lr: bool = True  # lower the learning rates linearly to 0 over the run
     gamma: float = 1.0  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
-    clip_coef: float = 0.2  # no gain from probability ratios outside 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
     vf_clip_coef: float | None = 0.2  # take the larger of the value errors with and without this clip; None: unclipped
     clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
     kl_coef: float = 0.1  # weight of the KL penalty; where it starts with --kl-target
@@ -133,19 +133,19 @@ class Args:  # the comments are what --help prints
 
 
 def fail(message, code=2):
-    """End with one line. Code 2: wrong input, nothing has been written; code 1: something broke during the run."""
+    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def count_ranks():
-    """Processes that torchrun has started, each of which takes its share of the environments; 1 without torchrun."""
+    """Number of processes that torchrun has started, each with its share of the environments; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by what no word can contain, so that a pattern sees a flag together with its value.
+    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
     line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
     for field in dataclasses.fields(Args):
         flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
@@ -167,7 +167,7 @@ def get_device(args):
 
 
 def check_args(args):
-    """Refuse what cannot work, before anything is made."""
+    """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
         if field.type is int and field.name not in ("seed", "top_k") and value < 1:
@@ -429,8 +429,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
-    terminated. next_values[t] is the value of the observation that really followed transition t: of the final
-    observation where the episode was truncated, anything where it terminated."""
+    terminated. next_values[t] is the value of the observation that really followed transition t: the final observation
+    where the episode was truncated; it may be anything where the episode terminated."""
+    # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -439,7 +440,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
         advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
-    return advantages, advantages + values
+    return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
 
 def answer_advantages(rewards, values, mask, gamma, gae_lambda):
@@ -455,13 +456,13 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, so a lower bound of the objective: clipping takes away what a step gains, never what it loses.
+    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef, the larger of the squared error and that of the new value
-    moved to within clip_coef of the old one (baselines)."""
+    """0.5 * mean squared error over (M,). With clip_coef, per sample the larger of the squared error and that of the
+    new value clipped to within clip_coef of the old one (baselines)."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -483,14 +484,14 @@ def explained_variance(values, returns):
 
 
 class SharedMemory:
-    """Where ranks meet that share a machine and compute on its CPU: to average the gradient of a small network takes
-    gloo, whose threads have to wake each other, 1.5 ms, and this 0.05.
+    """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
+    0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
 
     Every rank writes its message into its own row, then the message's number into `numbers`, and waits until all have
-    done so. There are two sets of rows, taken in turn: a rank that has read one may be a message ahead of another that
-    still reads it. Only for processors whose writes are seen in the order of the program, as those of x86 are."""
+    done so. Two sets of rows are used in turn: a rank that has read all may write its next message while another still
+    reads this one. Needs a processor whose stores are seen in program order, as those of x86 are."""
 
-    row_bytes = 2**26  # longer messages are gloo's; memory is taken where it is written to, not before
+    row_bytes = 2**26  # longer messages go through gloo; pages are only allocated when they are written to
 
     @staticmethod
     def is_possible(device):
@@ -511,8 +512,8 @@ class SharedMemory:
         dist.barrier()
 
     def exchange(self, *message):
-        """message: arrays of one type and M elements together, on every rank -> rows that begin with them, in the order
-        of ranks, (num_ranks, at least M)"""
+        """message: arrays of one dtype, M elements in all -> (num_ranks, at least M): row k begins with the message of
+        rank k."""
         self.number += 1
         rows = self.rows[self.number % 2].view(message[0].dtype)
         np.concatenate(message, out=rows[self.rank, : sum(x.size for x in message)], casting="no")
@@ -526,14 +527,14 @@ class SharedMemory:
                     os.kill(process, 0)  # ProcessLookupError if it has ended
 
 
-shared_memory = None  # where join_ranks finds that there can be one
+shared_memory = None  # a SharedMemory, where join_ranks can make one
 
 
 def join_ranks(device):
     """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
     global shared_memory
     store, rank, num_ranks = next(dist.rendezvous("env://"))
-    # After a restart by torchrun the store still has the addresses of the processes before.
+    # After a restart by torchrun, the store still has the addresses of the dead processes (pytorch/pytorch#135712).
     store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
@@ -542,7 +543,7 @@ def join_ranks(device):
 
 
 def talk_to_ranks(collective, *arguments):
-    """Call a function of torch.distributed; if another rank has died, end with one line."""
+    """Call what waits for other ranks; if one of them has died, exit with one line."""
     try:
         return collective(*arguments)
     except (RuntimeError, ProcessLookupError) as error:
@@ -550,7 +551,7 @@ def talk_to_ranks(collective, *arguments):
 
 
 def average_over_ranks(*tensors):
-    """Under torchrun tensors, of one type, become in place their means over all ranks; alone they stay."""
+    """Under torchrun: replace tensors of one dtype, in place, by their means over all ranks. Otherwise do nothing."""
     if not dist.is_initialized():
         return
     if shared_memory and sum(x.nbytes for x in tensors) <= shared_memory.row_bytes:
@@ -568,7 +569,7 @@ def average_over_ranks(*tensors):
 
 
 def gather_from_ranks(value):
-    """Under torchrun the values of all ranks, in a list; alone [value]."""
+    """Under torchrun: a list of the values of all ranks. Otherwise [value]."""
     if not dist.is_initialized():
         return [value]
     if shared_memory:
@@ -644,7 +645,7 @@ def save_model(model, tokenizer, folder):
 
 
 def save_checkpoint(run_dir, checkpoint):
-    """Replaces checkpoint.pt in one step: a kill or a full disk leaves either the new one or the one before, whole."""
+    """Replace checkpoint.pt atomically: a kill or a full disk leaves the new one or the one before, whole."""
     try:
         torch.save(checkpoint, run_dir / "checkpoint.tmp")
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
@@ -663,7 +664,7 @@ def load_checkpoint(run_dir):
         script = str(checkpoint["script"])
         if script == "ppo_rlhf" and checkpoint.keys() >= {"actor", "critic", "optimizers", "rng_states", "kl_coef"}:
             return checkpoint | {"args": Args(**checkpoint["args"])}
-    except Exception as error:  # damage shows itself in many ways
+    except Exception as error:  # a damaged file can raise anything
         fail(f"{path} is damaged, or of another version: {type(error).__name__}")
     fail(f"{path} is from {script}.py")
 
@@ -727,7 +728,7 @@ def train(args, stop_signals=()):
             fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
     tokenizer, reference, reward_model = make_models(args, device)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
-    if dist.is_initialized():  # equal to the last bit, whatever machines they were made on
+    if dist.is_initialized():  # the same to the last bit, even from different machines
         for tensor in [*reference.parameters(), *reward_model.parameters()]:
             talk_to_ranks(dist.broadcast, tensor, 0)
 
@@ -762,7 +763,7 @@ def train(args, stop_signals=()):
         if args.kl_target is not None and args.kl_coef == checkpoint["args"].kl_coef:  # not if another one is given
             kl_coef = checkpoint["kl_coef"]
 
-    # All arguments have been checked by now (but for the login of --track): from here on the run exists on disk.
+    # All arguments have been checked by now, except the login of --track. From here on the run exists on disk.
     run_dir = None
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_folder(args)
@@ -866,12 +867,12 @@ def train(args, stop_signals=()):
         scalars["charts/kl_coef"] = kl_coef
         if args.kl_target is not None:
             kl_coef = adapt_kl_coef(kl_coef, scalars["charts/kl"], args.kl_target, args.kl_horizon, args.batch_size)
-        # Asked once: a signal that comes later than this waits for the next iteration.
+        # stop_signals is read once: a signal that comes later waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
         speeds = num_generated / (generated - started), num_trained / (updated - rolled_out)
         gathered = gather_from_ranks((list(stop_signals), rng_state, speeds))
         stopped_by = [number for numbers, _, _ in gathered for number in numbers]
-        if rank > 0:  # the first one writes for all
+        if rank > 0:  # rank 0 writes for all
             if stopped_by:
                 break
             continue
@@ -881,7 +882,7 @@ def train(args, stop_signals=()):
         row["charts/generated_tokens_per_second"] = sum(generating for _, _, (generating, _) in gathered)
         row["charts/trained_tokens_per_second"] = sum(training for _, _, (_, training) in gathered)
         if not all(math.isfinite(scalars[name]) for name in losses):
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         texts = decode(tokenizer, iteration_prompts, sequences, mask)
         if args.model is None:
             row["charts/task_score"] = np.mean([task_score(answer) for _, answer in texts])
