@@ -781,12 +781,17 @@ def make_compiler(args, device):
     return lambda function: function
 
 
+def run_name(args):
+    """How the name of a run's folder begins: all but its time."""
+    return re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
+
+
 def make_run_dir(args):
     """A new folder for the run, with a copy of this script."""
     try:
         Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
         while True:
-            name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+            name = f"{run_name(args)}{time.time():.3f}"
             with contextlib.suppress(FileExistsError):  # another run began in this millisecond
                 Path(args.runs_dir, name).mkdir()
                 break
@@ -799,8 +804,7 @@ def make_run_dir(args):
 def find_last_run(args):
     """The run folder that a restart by torchrun continues: the newest with this environment, name and seed, if it has a
     checkpoint, the same arguments, and steps left to do; otherwise None."""
-    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
-    path = max(Path(args.runs_dir).glob(f"{name}*"), default=None)
+    path = max(Path(args.runs_dir).glob(f"{run_name(args)}*"), default=None)
     if path is None or not (path / "checkpoint.pt").is_file():
         return None
     checkpoint, batch_size = load_checkpoint(path), args.num_envs * args.num_steps
@@ -910,6 +914,35 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
     return episodic_returns
 
 
+def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
+    """--resume: give agent, optimizer and random numbers the state of the checkpoint; return it. fixed: names of the
+    arguments that cannot change."""
+    checkpoint = load_checkpoint(args.resume)
+    for name in fixed:
+        old, new = getattr(checkpoint["args"], name), getattr(args, name)
+        if old != new:
+            fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
+    state = checkpoint["agent"].state_dict()
+    for name, tensor in agent.state_dict().items():
+        if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
+            fail(f"{args.env_id} has other actions now than when {args.resume} began")
+    agent.load_state_dict(state)
+    lr = optimizer.param_groups[0]["lr"]
+    (group,) = checkpoint["optimizer"]["param_groups"]
+    if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
+        lr.copy_(group["lr"])
+    group |= {"capturable": lr.is_cuda, "lr": lr}  # the checkpoint may be from another device
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if len(checkpoint["rng_states"]) == num_ranks:
+        rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
+        torch.set_rng_state(rng_state)
+        if lr.is_cuda and cuda_rng_state is not None:
+            torch.cuda.set_rng_state(cuda_rng_state, lr.device)
+    elif rank == 0:
+        print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+    return checkpoint
+
+
 def train(args, stop_signals=()):
     """Train an agent; return it and its run folder (None on ranks above 0). Bad input: one line, then SystemExit.
 
@@ -956,8 +989,8 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(parameters).detach()
     vector_to_parameters(flat_parameters, parameters)
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    # A tensor, because a number would be a constant of the compiled step.
-    lr, on_cuda = torch.tensor(args.learning_rate, device=device), device.type == "cuda"
+    on_cuda = device.type == "cuda"
+    lr = torch.tensor(args.learning_rate, device=device)  # a number would be a constant of the compiled step
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
     # A tensor for the same reason. A new schedule in the loop needs one too: compiled, numbers in args are constants.
@@ -967,30 +1000,10 @@ def train(args, stop_signals=()):
 
     iteration, global_step, seconds_before = 0, 0, 0.0
     if args.resume:
-        checkpoint = load_checkpoint(args.resume)
-        networks = ("cell", "hidden_size", "separate_critic_rnn", "state_dependent_std", "log_std_init")
-        for name in ("env_id", "num_envs", "num_steps", "norm_obs", *networks):
-            old, new = getattr(checkpoint["args"], name), getattr(args, name)
-            if old != new:
-                fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
-        state = checkpoint["agent"].state_dict()
-        for name, tensor in agent.state_dict().items():
-            if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
-                fail(f"{args.env_id} has other actions now than when {args.resume} began")
-        agent.load_state_dict(state)
-        (group,) = checkpoint["optimizer"]["param_groups"]
-        if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
-            lr.copy_(group["lr"])
-        group |= {"capturable": on_cuda, "lr": lr}  # the checkpoint may be from another device
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        lr = optimizer.param_groups[0]["lr"]
-        if len(checkpoint["rng_states"]) == num_ranks:
-            rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
-            torch.set_rng_state(rng_state)
-            if on_cuda and cuda_rng_state is not None:
-                torch.cuda.set_rng_state(cuda_rng_state, device)
-        elif rank == 0:
-            print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+        fixed = "env_id", "num_envs", "num_steps", "norm_obs", "cell", "hidden_size", "separate_critic_rnn"
+        fixed += "state_dependent_std", "log_std_init"
+        checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
+        lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
 
     if len(set(gather_from_ranks(iteration))) > 1:
@@ -1085,8 +1098,8 @@ def train(args, stop_signals=()):
     seeds = seeds[rank * N : (rank + 1) * N]
     next_obs, infos = envs.reset(seed=seeds.tolist())
     start_time, start_step = time.time(), global_step
-    progress = {"total": num_iterations * T * args.num_envs, "initial": global_step, "unit": "step", "unit_scale": True}
-    progress = tqdm(**progress, disable=None if rank == 0 else True)
+    total, hidden = num_iterations * T * args.num_envs, True if rank > 0 else None  # None: hidden without a terminal
+    progress = tqdm(total=total, initial=global_step, unit="step", unit_scale=True, disable=hidden)
     statistics = agent.obs_rms, agent.return_rms
 
     while iteration < num_iterations:
@@ -1168,7 +1181,7 @@ def train(args, stop_signals=()):
                 break
 
         # -------------------------------------------------------------------------------------------- log
-        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics}
+        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
         scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
         average_over_ranks(*scalars.values())
         # stop_signals is read once: a signal that comes later waits for the next iteration.
@@ -1181,7 +1194,7 @@ def train(args, stop_signals=()):
                 break
             continue
         scalars = {name: value.item() for name, value in scalars.items()}
-        if not all(math.isfinite(scalars[f"losses/{name}"]) for name in metrics):
+        if not all(math.isfinite(scalars[f"losses/{name}"]) for name in all_metrics[0]):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
@@ -1205,9 +1218,16 @@ def train(args, stop_signals=()):
 
         # -------------------------------------------------------------------------------------------- checkpoint
         if saving:
-            checkpoint = {"script": "ppo_rnn", "args": vars(args), "agent": agent.state_dict()}
-            checkpoint |= {"optimizer": optimizer.state_dict(), "rng_states": list(rng_states), "iteration": iteration}
-            checkpoint |= {"global_step": global_step, "seconds": seconds_before + time.time() - start_time}
+            checkpoint = {
+                "script": "ppo_rnn",
+                "args": vars(args),
+                "agent": agent.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "rng_states": list(rng_states),  # one of each rank
+                "iteration": iteration,
+                "global_step": global_step,
+                "seconds": seconds_before + time.time() - start_time,
+            }
             save_checkpoint(run_dir, checkpoint)
         if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
             videos, name = run_dir / "videos", f"step-{global_step}"
@@ -1215,12 +1235,14 @@ def train(args, stop_signals=()):
         if stopped_by:
             break
 
-    for resource in (envs, progress, *([writer, episodes_file] if rank == 0 else [])):
-        resource.close()
+    envs.close()
+    progress.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank > 0:
         return agent, None
+    writer.close()
+    episodes_file.close()
     if args.track:
         wandb.finish()
     if iteration < num_iterations:

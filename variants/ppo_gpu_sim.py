@@ -736,12 +736,17 @@ def make_compiler(args, device):
     return lambda function: function
 
 
+def run_name(args):
+    """How the name of a run's folder begins: all but its time."""
+    return re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
+
+
 def make_run_dir(args):
     """A new folder for the run, with a copy of this script."""
     try:
         Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
         while True:
-            name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+            name = f"{run_name(args)}{time.time():.3f}"
             with contextlib.suppress(FileExistsError):  # another run began in this millisecond
                 Path(args.runs_dir, name).mkdir()
                 break
@@ -754,8 +759,7 @@ def make_run_dir(args):
 def find_last_run(args):
     """The run folder that a restart by torchrun continues: the newest with this environment, name and seed, if it has a
     checkpoint, the same arguments, and steps left to do; otherwise None."""
-    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
-    path = max(Path(args.runs_dir).glob(f"{name}*"), default=None)
+    path = max(Path(args.runs_dir).glob(f"{run_name(args)}*"), default=None)
     if path is None or not (path / "checkpoint.pt").is_file():
         return None
     checkpoint, batch_size = load_checkpoint(path), args.num_envs * args.num_steps
@@ -865,6 +869,35 @@ def evaluate(agent, envs, seed, deterministic=True):
                 return episodic_returns.cpu().numpy()
 
 
+def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
+    """--resume: give agent, optimizer and random numbers the state of the checkpoint; return it. fixed: names of the
+    arguments that cannot change."""
+    checkpoint = load_checkpoint(args.resume)
+    for name in fixed:
+        old, new = getattr(checkpoint["args"], name), getattr(args, name)
+        if old != new:
+            fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
+    state = checkpoint["agent"].state_dict()
+    for name, tensor in agent.state_dict().items():
+        if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
+            fail(f"{args.env_id} has other actions now than when {args.resume} began")
+    agent.load_state_dict(state)
+    lr = optimizer.param_groups[0]["lr"]
+    (group,) = checkpoint["optimizer"]["param_groups"]
+    if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
+        lr.copy_(group["lr"])
+    group |= {"capturable": lr.is_cuda, "lr": lr}  # the checkpoint may be from another device
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if len(checkpoint["rng_states"]) == num_ranks:
+        rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
+        torch.set_rng_state(rng_state)
+        if lr.is_cuda and cuda_rng_state is not None:
+            torch.cuda.set_rng_state(cuda_rng_state, lr.device)
+    elif rank == 0:
+        print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+    return checkpoint
+
+
 def train(args, stop_signals=()):
     """Train an agent; return it and its run folder (None on ranks above 0). Bad input: one line, then SystemExit.
 
@@ -914,31 +947,11 @@ def train(args, stop_signals=()):
 
     iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
     if args.resume:
-        checkpoint = load_checkpoint(args.resume)
         # --update is one of them: on top of the checkpoint's arguments it would change none of the others.
         fixed = "env_id", "update", "num_envs", "num_steps", "norm_obs"
-        for name in (*fixed, "policy", "hidden_size", "hidden_layers", "activation"):
-            old, new = getattr(checkpoint["args"], name), getattr(args, name)
-            if old != new:
-                fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
-        state = checkpoint["agent"].state_dict()
-        for name, tensor in agent.state_dict().items():
-            if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
-                fail(f"{args.env_id} has other actions now than when {args.resume} began")
-        agent.load_state_dict(state)
-        (group,) = checkpoint["optimizer"]["param_groups"]
-        if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
-            lr.copy_(group["lr"])
-        group |= {"capturable": on_cuda, "lr": lr}  # the checkpoint may be from another device
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        lr = optimizer.param_groups[0]["lr"]
-        if len(checkpoint["rng_states"]) == num_ranks:
-            rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
-            torch.set_rng_state(rng_state)
-            if on_cuda and cuda_rng_state is not None:
-                torch.cuda.set_rng_state(cuda_rng_state, device)
-        elif rank == 0:
-            print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+        fixed += "policy", "hidden_size", "hidden_layers", "activation"
+        checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
+        lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
         evaluations = checkpoint["evaluations"]
 
