@@ -99,15 +99,24 @@ def test_readme_gives_cleanrl_settings(script, original, settings):
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_readme_snippet_acts(script, small_args, monkeypatch):
-    """The Python block of README, on a run of the test."""
+    """The first Python block of README, on a run of the test."""
     import gymnasium as gym
 
     args = small_args()
     _, run_dir = script.train(args)
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     namespace = {"env": gym.make(args.env_id)}
     exec(block.replace("runs/NAME", str(run_dir)).replace("ppo_continuous", script.__name__), namespace)
     assert isinstance(namespace["reward"], float)
+
+
+def test_readme_snippet_trains(tmp_path):
+    """The second one, shorter and in another folder."""
+    _, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert block.count("200_000") == 1
+    namespace = {}
+    exec(block.replace("200_000", f"2000, runs_dir={str(tmp_path)!r}, compile=False"), namespace)
+    assert (namespace["run_dir"] / "checkpoint.pt").is_file() and namespace["run_dir"].parent == tmp_path
 
 
 def test_alone_in_an_empty_folder(script, tmp_path):
