@@ -590,6 +590,7 @@ def make_compiler(args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
+    torch._dynamo.config.enable_aot_compile = True  # the default since torch 2.12 or 2.13, but not in 2.11
 
     def compiled(function):
         program = None
@@ -609,7 +610,8 @@ def make_compiler(args, device):
             compiled(lambda x: x + 1)(torch.zeros(8, device=device))
             return compiled
         except Exception as error:  # most often there is no C++ compiler
-            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+            what = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            print(f"--compile does not work here, going on without it: {what}", file=sys.stderr)
     return lambda function: function
 
 

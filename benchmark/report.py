@@ -55,6 +55,8 @@ SPEED = {
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
+    "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
+    "atari-128": "`ppo_discrete.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
     "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128, defaults: one here, two in sb3-contrib",
     "rnn-shared": "the same, one LSTM in both",
     "rnn-separate": "the same, two LSTMs in both",
@@ -278,6 +280,8 @@ def speed_table():
     ]
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for case, title in SPEED.items():
+        if not any(name == case for name, _ in rows):
+            continue
         (mine,) = (row for (name, contestant), row in rows.items() if name == case and contestant.startswith("ppo_"))
         starts = (f"{float(mine[kind]):.0f} s" for kind in ("start_seconds", "first_start_seconds"))
         cells = [title, f"{int(mine['steps_per_second']):,}", *starts]

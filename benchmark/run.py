@@ -13,6 +13,7 @@ When a run fails the others go on; it is named at the end, and the exit status i
 that all machines see under the same path, as they do the repository.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import importlib
@@ -146,12 +147,15 @@ def find_run(job):
 
 def machine():
     """What a result depends on besides its arguments."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = ""
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        commit = git.stdout.strip()
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     hardware = model[1] if model else platform.processor()
     if torch.cuda.is_available():
         hardware += ", " + torch.cuda.get_device_name()
-    return {"commit": git.stdout.strip(), "versions": VERSIONS, "hardware": hardware}
+    return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
 
 
 class Stopped(Exception):

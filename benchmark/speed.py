@@ -6,6 +6,8 @@
     python benchmark/speed.py discrete --cleanrl PATH              # CleanRL too, from a checkout
     python benchmark/speed.py continuous-8 --cleanrl PATH --leanrl PATH   # LeanRL too
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
+    python benchmark/speed.py atari-8 atari-128                    # on a GPU, where there is one
+    python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
 
 Both want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails with a newer
 tensordict). LeanRL is compiled, without CUDA graphs, which need a GPU:
@@ -29,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from report import RESULTS, ROOT
@@ -54,6 +57,16 @@ SIMULATOR = """
 import gymnasium
 mode = gymnasium.vector.AutoresetMode.SAME_STEP
 envs = gymnasium.make_vec({env_id!r}, {envs}, "sync", vector_kwargs={{"autoreset_mode": mode}})
+envs.reset(seed=0)
+actions = [envs.action_space.sample() for _ in range(256)]
+for step in range({steps} // {envs}):
+    envs.step(actions[step % 256])
+"""
+
+ATARI_SIMULATOR = """
+import sys; sys.path.insert(0, {root!r})
+import ppo_discrete
+envs = ppo_discrete.make_envs(ppo_discrete.parse_args(["--env-id", {env_id!r}]), {envs})
 envs.reset(seed=0)
 actions = [envs.action_space.sample() for _ in range(256)]
 for step in range({steps} // {envs}):
@@ -93,6 +106,15 @@ def sb3(env_id, envs, package="stable_baselines3", algorithm="PPO", policy="MlpP
 
 def simulator(env_id, envs):
     return lambda steps: [sys.executable, "-c", SIMULATOR.format(env_id=env_id, envs=envs, steps=steps)]
+
+
+def atari_case(envs):
+    """Breakout with the published settings, but for the number of environments: minibatches grow with it."""
+    code, flags = ATARI_SIMULATOR, {"env_id": "ALE/Breakout-v5", "num_envs": envs}
+    code = partial(code.format, root=str(ROOT), env_id=flags["env_id"], envs=envs)
+    alone = lambda steps: [sys.executable, "-c", code(steps=steps)]  # noqa: E731
+    short, long = (16384, 147456) if envs == 8 else (32768, 425984)
+    return {"ppo_discrete": (ours("ppo_discrete", **flags), short, long), "simulator": (alone, short, long)}
 
 
 def rnn_case(separate):
@@ -147,6 +169,8 @@ def make_cases(cleanrl=None, leanrl=None):
     checkout. LeanRL unrolls GAE to compile it, which takes minutes for 256 steps already: not tried with 2,048."""
     mine = (ours("ppo_continuous"), 16000, 146000)
     return {
+        "atari-8": atari_case(8),
+        "atari-128": atari_case(128),
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
         "discrete": discrete_case(cleanrl),
@@ -214,6 +238,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=make_cases())
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--scale", type=float, default=1, help="of the numbers of steps; other than 1 nothing is written"
+    )
     parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
     parser.add_argument("--leanrl", type=Path, help="a checkout of LeanRL, likewise")
     args = parser.parse_args()
@@ -224,9 +251,12 @@ def main():
         if row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
             parser.error(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
     for case in args.cases:
-        new = measure(case, cases[case], args.repeats)
+        scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
+        new = measure(case, scaled, args.repeats)
         rows = [row for row in rows if row["case"] != case] + new
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
+        if args.scale != 1:
+            continue
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             writer.writeheader()

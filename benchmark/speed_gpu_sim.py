@@ -127,9 +127,12 @@ def ours_on_brax(args, runs_dir):
 
 
 def brax_on_brax(args, _):
+    import jax
     from brax import envs
     from brax.training.agents.ppo import train
 
+    # Brax 0.14.2 calls what newer versions of JAX no longer have (google/brax#671).
+    jax.device_put_replicated = lambda tree, devices: jax.tree.map(lambda x: jax.numpy.stack([x] * len(devices)), tree)
     found = []
     T, N = 80, args.num_envs
     settings = {"unroll_length": 5, "num_minibatches": 32, "num_updates_per_batch": 4, "batch_size": N * T // 5 // 32}

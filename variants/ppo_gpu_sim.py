@@ -713,6 +713,7 @@ def make_compiler(args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
+    torch._dynamo.config.enable_aot_compile = True  # the default since torch 2.12 or 2.13, but not in 2.11
 
     def compiled(function):
         program = None
@@ -732,7 +733,8 @@ def make_compiler(args, device):
             compiled(lambda x: x + 1)(torch.zeros(8, device=device))
             return compiled
         except Exception as error:  # most often there is no C++ compiler
-            print(f"--compile does not work here, going on without it: {type(error).__name__}", file=sys.stderr)
+            what = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            print(f"--compile does not work here, going on without it: {what}", file=sys.stderr)
     return lambda function: function
 
 
@@ -861,11 +863,11 @@ def evaluate(agent, envs, seed, deterministic=True):
         obs, _ = envs.reset(seed=seed)
         running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.obs_rms.mean.device)
         episodic_returns = torch.zeros(envs.num_envs, device=agent.obs_rms.mean.device)
-        while True:
+        for t in itertools.count(1):
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns = episodic_returns + torch.where(running, rewards, 0.0)  # what comes later may be NaN
             running &= ~(terminations | truncations)
-            if not running.any():
+            if t % 50 == 0 and not running.any():  # not in every step: to ask is to wait for the device
                 return episodic_returns.cpu().numpy()
 
 

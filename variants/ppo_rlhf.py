@@ -279,6 +279,8 @@ def load_model(kind, name):
 def make_models(args, device):
     """Tokenizer, reference and reward model, frozen, on the device: those of --model and --reward-model, or of the
     built-in task, from the run folder if there is one already."""
+    # Padding on the left sees nothing, for which cuDNN's attention gives NaN (pytorch/pytorch#196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     run_dir = args.resume or args.evaluate
