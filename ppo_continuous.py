@@ -55,6 +55,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import random
 import re
 import shutil
 import signal
@@ -158,6 +159,8 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+            fail(f"{flag} is empty: give a run folder")
         if field.type is int and field.name != "seed" and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
         if field.type is int and value >= 2**63:
@@ -212,10 +215,22 @@ class StaggeredStart(gym.Wrapper):
 
 class KeepFinalObs(gym.Wrapper):
     """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
-    would overwrite it with the first of the next."""
+    would overwrite it with the first of the next. Only the infos that are read here go on: a vector of environments
+    cannot collect those that change type or shape, and takes one called final_obs for its own."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:  # for environments that draw from the global generators
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        obs, info = self.env.reset(seed=seed, options=options)
+        return obs, self.select(info)
+
+    def select(self, info):
+        return {name: info[name] for name in ("action_mask", "cut_by_stagger") if name in info}
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
+        info = self.select(info)
         return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
 
 
@@ -237,7 +252,7 @@ def make_envs(args, num_envs):
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
             envs = make(wrappers=[StaggeredStart, KeepFinalObs, gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
+    except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
@@ -380,7 +395,7 @@ class Agent(nn.Module):
         raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # no negative strides
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         action = self.get_mean_and_log_std(obs)[0] if deterministic else self.get_action_and_value(obs)[0]
-        return action.clamp(self.action_low, self.action_high).cpu().numpy()
+        return action.clamp(self.action_low, self.action_high).to(self.action_low.dtype).cpu().numpy()
 
 
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
@@ -722,23 +737,27 @@ def make_evaluation_env(env_id, draw):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
-def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
-    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change."""
+def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation", longest=10**5):
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change. An
+    episode is cut after `longest` steps: without a time limit a deterministic policy may go on for ever."""
     env = make_evaluation_env(env_id, draw=video_dir is not None)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+        options = {"name_prefix": name, "disable_logger": True, "video_length": min(longest, 10_000)}
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, **options)
     devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # training's random numbers go on as if there had been no evaluation
         torch.manual_seed(seed)
         episodic_returns = np.zeros(episodes)
         for episode in range(episodes):
             obs, _ = env.reset(seed=seed + episode)
-            ended = False
-            while not ended:
+            for _ in range(longest):
                 action = agent.predict(obs, deterministic).reshape(env.action_space.shape)
                 obs, reward, terminated, truncated, _ = env.step(action)
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
+                if terminated or truncated:
+                    break
+            else:
+                print(f"{env_id}: an episode of the evaluation was cut after {longest} steps", file=sys.stderr)
     env.close()
     return episodic_returns
 
@@ -755,6 +774,8 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
     for name, tensor in agent.state_dict().items():
         if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
             fail(f"{args.env_id} has other actions now than when {args.resume} began")
+        if name.endswith("obs_rms.mean") and not (name in state and state[name].shape == tensor.shape):
+            fail(f"{args.env_id} has other observations now than when {args.resume} began")
     agent.load_state_dict(state)
     lr = optimizer.param_groups[0]["lr"]
     (group,) = checkpoint["optimizer"]["param_groups"]
@@ -841,7 +862,7 @@ def train(args, stop_signals=()):
         # Entropy and value are not used: compiled, they are not computed either.
         action, log_prob, _, _ = agent.get_action_and_value(obs)
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
-        return action.clamp(agent.action_low, agent.action_high)
+        return action.clamp(agent.action_low, agent.action_high).to(agent.action_low.dtype)
 
     # Two calls, not one: between them ranks average, and --target-kl decides whether the step is taken.
     @compiled
@@ -864,17 +885,22 @@ def train(args, stop_signals=()):
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
         print(f"{run_dir}: {num_iterations} iterations of {args.num_envs} x {T} steps on {device}", flush=True)
-        (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
-        os.replace(run_dir / "args.tmp", run_dir / "args.json")
-        episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+        try:
+            if iteration < num_iterations:  # otherwise nothing is done with these arguments
+                (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
+                os.replace(run_dir / "args.tmp", run_dir / "args.json")
+            episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+            # purge_step hides what a killed run logged after its checkpoint.
+            writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+        except OSError as error:
+            fail(f"cannot write into {run_dir}: {error}", code=1)
         recent_returns = deque(earlier_returns, maxlen=100)
-        # purge_step hides what a killed run logged after its checkpoint.
-        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
         if args.track:
             import wandb
 
             # The folder's name as the id: a resumed run goes on in the same run of wandb.
-            run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+            name = run_dir.resolve().name  # Path(".") has none
+            run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
             except wandb.errors.Error as error:
@@ -1070,7 +1096,7 @@ def main():
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
         returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
-        print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
+        print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
         return
     # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
     # later, ends the run at once (a scheduler and a launcher may each send one at the same time).

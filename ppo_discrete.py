@@ -60,6 +60,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import random
 import re
 import shutil
 import signal
@@ -180,6 +181,8 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+            fail(f"{flag} is empty: give a run folder")
         if field.type is int and field.name != "seed" and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
         if field.type is int and value >= 2**63:
@@ -215,10 +218,22 @@ def is_image(space):
 
 class KeepFinalObs(gym.Wrapper):
     """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
-    would overwrite it with the first of the next."""
+    would overwrite it with the first of the next. Only the infos that are read here go on: a vector of environments
+    cannot collect those that change type or shape, and takes one called final_obs for its own."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:  # for environments that draw from the global generators
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        obs, info = self.env.reset(seed=seed, options=options)
+        return obs, self.select(info)
+
+    def select(self, info):
+        return {name: info[name] for name in ("action_mask", "cut_by_stagger") if name in info}
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
+        info = self.select(info)
         return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
 
 
@@ -244,7 +259,7 @@ def make_envs(args, num_envs):
         if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
             envs.close()
             envs = make(wrappers=[KeepFinalObs, gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
+    except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
         fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
@@ -771,11 +786,13 @@ def make_evaluation_env(env_id, draw, sticky_actions):
         fail(f"cannot make {env_id}{hint}: {error}")
 
 
-def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation"):
-    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change."""
+def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation", longest=10**5):
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change. An
+    episode is cut after `longest` steps: without a time limit a deterministic policy may go on for ever."""
     env = make_evaluation_env(env_id, draw=video_dir is not None, sticky_actions=agent.args.sticky_actions)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, name_prefix=name, disable_logger=True)
+        options = {"name_prefix": name, "disable_logger": True, "video_length": min(longest, 10_000)}
+        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, **options)
     has_fire = is_atari(env_id) and env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]
     devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # training's random numbers go on as if there had been no evaluation
@@ -785,13 +802,15 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
             obs, infos = env.reset(seed=seed + episode)
             if has_fire:  # as ale-py's vector of games does
                 obs, *_, infos = env.step(1)
-            ended = False
-            while not ended:
+            for _ in range(longest):
                 has_mask = "action_mask" in infos and agent.args.mask_actions
                 mask = np.hstack(infos["action_mask"]) if has_mask else None
                 obs, reward, terminated, truncated, infos = env.step(agent.predict(obs, deterministic, mask))
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
+                if terminated or truncated:
+                    break
+            else:
+                print(f"{env_id}: an episode of the evaluation was cut after {longest} steps", file=sys.stderr)
     env.close()
     return episodic_returns
 
@@ -808,6 +827,8 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
     for name, tensor in agent.state_dict().items():
         if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
             fail(f"{args.env_id} has other actions now than when {args.resume} began")
+        if name.endswith("obs_rms.mean") and not (name in state and state[name].shape == tensor.shape):
+            fail(f"{args.env_id} has other observations now than when {args.resume} began")
     agent.load_state_dict(state)
     lr = optimizer.param_groups[0]["lr"]
     (group,) = checkpoint["optimizer"]["param_groups"]
@@ -918,15 +939,21 @@ def train(args, stop_signals=()):
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
         print(f"{run_dir}: {num_iterations} iterations of {args.num_envs} x {T} steps on {device}", flush=True)
-        (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
-        os.replace(run_dir / "args.tmp", run_dir / "args.json")
-        episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+        try:
+            if iteration < num_iterations:  # otherwise nothing is done with these arguments
+                (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
+                os.replace(run_dir / "args.tmp", run_dir / "args.json")
+            episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+            # purge_step hides what a killed run logged after its checkpoint.
+            writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+        except OSError as error:
+            fail(f"cannot write into {run_dir}: {error}", code=1)
         recent_returns = deque(earlier_returns, maxlen=100)
-        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
         if args.track:
             import wandb
 
-            run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+            name = run_dir.resolve().name  # Path(".") has none
+            run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
             except wandb.errors.Error as error:
@@ -1114,7 +1141,7 @@ def main():
         video_dir = Path(args.evaluate, "videos") if args.capture_video else None
         returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
-        print(f"mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
+        print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
         return
     # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
     # later, ends the run at once (a scheduler and a launcher may each send one at the same time).

@@ -50,6 +50,7 @@ SUITES = {
     "memory": "**Tasks that need a memory**",
 }
 CURVE_POINTS = 50
+SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
@@ -112,9 +113,9 @@ def is_finished(run_dir):
 
 
 def script_of(run_dir):
-    """Name of the script whose copy is in a run folder."""
-    (script,) = (path.stem for path in run_dir.glob("*ppo_*.py"))
-    return re.sub(r"^v\d+_", "", script)
+    """Name of the script whose copy is in a run folder, None where there is none, or more than one."""
+    scripts = [re.sub(r"^v\d+_", "", path.stem) for path in run_dir.glob("*ppo_*.py")]
+    return scripts[0] if len(scripts) == 1 else None
 
 
 def defaults_of(script, env_id):
@@ -163,9 +164,9 @@ def summarise(run_dir):
         "exp_name": args["exp_name"],
         "seed": args["seed"],
         "global_step": checkpoint["global_step"],
-        "last_100_mean": f"{means[-1]:.1f}",
-        "best_100_mean": f"{means[whole:].max():.1f}",
-        "evaluation": f"{record['evaluation']:.1f}" if "evaluation" in record else "",
+        "last_100_mean": f"{means[-1]:.6g}",
+        "best_100_mean": f"{means[whole:].max():.6g}",
+        "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
         "episodes": len(episodes),
         "seconds": f"{checkpoint['seconds']:.0f}",
         "solved_at": episodes[99 + solved[0]]["global_step"] if len(solved) else "",
@@ -197,7 +198,7 @@ def write_csv(name, run_dirs):
     key = ("script", "env_id", "exp_name", "flags", "seed")
     tasks, found = {(script, env_id) for script, env_id, _ in suites.get(name, [])}, []
     for run_dir in run_dirs:
-        if (run_dir / "args.json").is_file() and (ROOT / f"{(script := script_of(run_dir))}.py").is_file():
+        if (run_dir / "args.json").is_file() and (script := script_of(run_dir)) in SCRIPTS:
             args = json.loads((run_dir / "args.json").read_text())
             if args["exp_name"].startswith("tune-"):  # tune.py's, whose folders may lie beside these
                 continue

@@ -127,8 +127,9 @@ def make_jobs(args, flags=()):
         for script, env_id, own_flags in tasks:
             words = (*own_flags.split(), *more, *flags)
             jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
-            load_script(script).check_args(jobs[-1].parsed)  # a flag that is wrong ends it here
             parsed = jobs[-1].parsed
+            # A flag that is wrong ends it here.
+            load_script(script).check_args(dataclasses.replace(parsed, eval_episodes=args.eval_episodes))
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
@@ -136,11 +137,13 @@ def make_jobs(args, flags=()):
 
 def find_run(job):
     """The newest run folder with exactly the arguments of a job and with a checkpoint, or None."""
-    wanted = {name: value for name, value in vars(job.parsed).items() if name not in WHERE_AND_HOW}
+    # Names of folders are not enough: that of `slow`, seed 1, is how `slow__1` begins.
+    other = WHERE_AND_HOW - {"env_id", "exp_name", "seed"}
+    wanted = {name: value for name, value in vars(job.parsed).items() if name not in other}
     for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
         if (run_dir / "checkpoint.pt").is_file():
             found = json.loads((run_dir / "args.json").read_text())
-            if {name: value for name, value in found.items() if name not in WHERE_AND_HOW} == wanted:
+            if {name: value for name, value in found.items() if name not in other} == wanted:
                 return run_dir
     return None
 

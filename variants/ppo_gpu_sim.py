@@ -59,6 +59,7 @@ import math
 import os
 import pickle
 import platform
+import random
 import re
 import shutil
 import signal
@@ -182,6 +183,8 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+            fail(f"{flag} is empty: give a run folder")
         if field.type in (int, int | None) and value is not None:
             if field.name not in ("seed", "num_evaluations") and value < 1:
                 fail(f"{flag} must be at least 1, not {value}")
@@ -297,10 +300,22 @@ class BraxEnvs:
 
 class KeepFinalObs(gym.Wrapper):
     """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
-    would overwrite it with the first of the next."""
+    would overwrite it with the first of the next. Only the infos that are read here go on: a vector of environments
+    cannot collect those that change type or shape, and takes one called final_obs for its own."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:  # for environments that draw from the global generators
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        obs, info = self.env.reset(seed=seed, options=options)
+        return obs, self.select(info)
+
+    def select(self, info):
+        return {name: info[name] for name in ("action_mask", "cut_by_stagger") if name in info}
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
+        info = self.select(info)
         return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
 
 
@@ -320,6 +335,8 @@ class GymEnvs:
             fail(f"--env-id {env_id}: {error}")
         if self.envs.metadata["autoreset_mode"] != same_step:
             fail(f"{env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
+        if not isinstance(self.envs.single_observation_space, gym.spaces.Box):
+            fail(f"{env_id} has observations that cannot be flattened into a vector of one size")
         self.num_envs, self.device = num_envs, device
         self.single_action_space = self.envs.single_action_space
 
@@ -332,7 +349,7 @@ class GymEnvs:
         return self.tensor(obs), {}
 
     def step(self, actions):
-        actions = actions.cpu().numpy().reshape(self.envs.action_space.shape)
+        actions = actions.cpu().numpy().astype(self.envs.action_space.dtype).reshape(self.envs.action_space.shape)
         obs, rewards, terminations, truncations, infos = self.envs.step(actions)
         final_obs = obs.copy()
         if "final_obs" in infos:
@@ -538,6 +555,8 @@ def estimate_targets(args, rewards, values, last_values, timeout_values, termina
 
 def normalize_advantages(advantages):
     """Mean 0 and standard deviation 1"""
+    if advantages.numel() == 1:  # one sample has no standard deviation
+        return advantages
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
@@ -883,6 +902,8 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
     for name, tensor in agent.state_dict().items():
         if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
             fail(f"{args.env_id} has other actions now than when {args.resume} began")
+        if name.endswith("obs_rms.mean") and not (name in state and state[name].shape == tensor.shape):
+            fail(f"{args.env_id} has other observations now than when {args.resume} began")
     agent.load_state_dict(state)
     lr = optimizer.param_groups[0]["lr"]
     (group,) = checkpoint["optimizer"]["param_groups"]
@@ -927,7 +948,9 @@ def train(args, stop_signals=()):
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     action_space = envs.single_action_space
     sizes = [x if x is None else x.shape[1] for x in split_obs(reset(seed=args.seed)[0])]
-    *_, infos = step(torch.zeros(N, *action_space.shape, device=device))  # a first step, to look at
+    zeros = np.clip(0.0, action_space.low, action_space.high)  # or what is nearest
+    first_action = torch.as_tensor(zeros, dtype=torch.float32, device=device)
+    *_, infos = step(first_action.repeat(N, *[1] * first_action.ndim))  # a first step, to look at
     if args.timeouts == "exact" and "final_obs" not in infos:
         fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
     agent = Agent(*sizes, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
@@ -950,7 +973,7 @@ def train(args, stop_signals=()):
     iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
     if args.resume:
         # --update is one of them: on top of the checkpoint's arguments it would change none of the others.
-        fixed = "env_id", "update", "num_envs", "num_steps", "norm_obs"
+        fixed = "env_id", "update", "num_envs", "num_steps", "norm_obs", "init_std"
         fixed += "policy", "hidden_size", "hidden_layers", "activation"
         checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
         lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
@@ -994,15 +1017,21 @@ def train(args, stop_signals=()):
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
         print(f"{run_dir}: {num_iterations} iterations of {args.num_envs} x {T} steps on {device}", flush=True)
-        (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
-        os.replace(run_dir / "args.tmp", run_dir / "args.json")
-        episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+        try:
+            if iteration < num_iterations:  # otherwise nothing is done with these arguments
+                (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
+                os.replace(run_dir / "args.tmp", run_dir / "args.json")
+            episodes_file, earlier_returns = open_episodes(run_dir, global_step)
+            # purge_step hides what a killed run logged after its checkpoint.
+            writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+        except OSError as error:
+            fail(f"cannot write into {run_dir}: {error}", code=1)
         recent_returns = deque(earlier_returns, maxlen=100)
-        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
         if args.track:
             import wandb
 
-            run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+            name = run_dir.resolve().name  # Path(".") has none
+            run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
             except wandb.errors.Error as error:

@@ -170,6 +170,8 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
+        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+            fail(f"{flag} is empty: give a run folder")
         if field.type is int and field.name not in ("seed", "top_k") and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
         if field.type is int and value >= 2**63:
@@ -780,7 +782,8 @@ def train(args, stop_signals=()):
         if args.track:
             import wandb
 
-            run = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": vars(args)}
+            name = run_dir.resolve().name  # Path(".") has none
+            run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
             except wandb.errors.Error as error:

@@ -1,0 +1,286 @@
+"""Corners that somebody turns some day: odd environments, folders, arguments."""
+
+import dataclasses
+import importlib
+import json
+import random
+import sys
+import threading
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import REAL_ENV, ROOT, SMALL, flags_of, probe
+
+TALK = {  # infos that a vector of environments cannot gather
+    "none": lambda n: None if n % 3 else 3,
+    "sizes": lambda n: np.zeros(1 + n % 3),
+    "kinds": lambda n: {"a": 1} if n % 2 else 1,
+    "large": lambda n: 10**30,
+}
+
+
+class Talkative(gym.Env):
+    """Episodes of five steps; observes how many it has made. Infos of many kinds, that of reset is called final_obs."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, discrete, kind):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+        self.kind, self.count = kind, 0
+
+    def observe(self):
+        self.count += 1
+        return np.full(2, self.steps, np.float32), {"key": TALK[self.kind](self.count)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count += 0 if seed is None else seed
+        self.steps = 0
+        obs, info = self.observe()
+        return obs, info | {"final_obs": np.full(2, 77.0)}
+
+    def step(self, action):
+        self.steps += 1
+        obs, info = self.observe()
+        return obs, 1.0, False, self.steps == 5, info
+
+
+class GlobalNumbers(gym.Env):
+    """Observes what numpy's global generator gives, and Python's."""
+
+    observation_space = gym.spaces.Box(0, 1, (2,))
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+
+    def observe(self):
+        return np.array([np.random.random(), random.random()], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        return self.observe(), np.random.random(), False, self.steps % 5 == 0, {}
+
+
+for name, discrete in (("box", False), ("discrete", True)):
+    for kind in TALK:
+        gym.register(f"{name}/Talk{kind}-v0", Talkative, kwargs={"discrete": discrete, "kind": kind})
+    gym.register(f"{name}/GlobalNumbers-v0", GlobalNumbers, kwargs={"discrete": discrete})
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+@pytest.mark.parametrize("kind", TALK)
+def test_infos_that_nothing_reads(script, small_args, kind, async_envs):
+    """Stop no run, and do not replace the observation in which an episode ended."""
+    envs = script.make_envs(small_args(env_id=probe(script, f"Talk{kind}"), async_envs=async_envs), 3)
+    envs.reset(seed=[1, 2, 3])
+    for _ in range(5):
+        *_, infos = envs.step(envs.action_space.sample())
+    envs.close()
+    assert [obs.tolist() for obs in infos["final_obs"]] == [[5, 5]] * 3
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_environments_that_draw_from_the_global_generators(script, small_args, async_envs):
+    """The same seeds give the same observations, and those of each environment are its own."""
+    seen = []
+    for _ in range(2):
+        envs = script.make_envs(small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs), 3)
+        seen.append([envs.reset(seed=[1, 2, 2**32 + 3])[0], envs.step(envs.action_space.sample())[0]])
+        envs.close()
+    assert np.array_equal(*seen) and len(np.unique(seen[0])) == 12
+
+
+@pytest.mark.parametrize("flag", ["--resume=", "--evaluate="])
+def test_no_run_folder_given(script, flag, tmp_path, monkeypatch, capsys):
+    """As by a shell whose variable is not set: no new run begins."""
+    flags = flags_of(env_id=probe(script), runs_dir=tmp_path / "runs", **SMALL)
+    monkeypatch.setattr("sys.argv", [script.__name__, flag, *flags])
+    with pytest.raises(SystemExit) as exit:
+        script.main()
+    assert exit.value.code == 2 and "is empty" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_with_other_observations(script, small_args, capsys):
+    _, run_dir = script.train(small_args())
+    checkpoint = torch.load(run_dir / "checkpoint.pt")
+    (other,) = script.train(small_args(env_id=probe(script, "Chain")))[1:]
+    args = dataclasses.replace(script.load_checkpoint(other)["args"], resume=str(other), total_timesteps=512)
+    saved = torch.load(other / "checkpoint.pt")
+    saved["args"]["env_id"] = args.env_id = checkpoint["args"]["env_id"]
+    torch.save(saved, other / "checkpoint.pt")
+    with pytest.raises(SystemExit, match="2"):
+        script.train(args)
+    assert "has other observations now than when" in capsys.readouterr().err
+
+
+def test_resume_that_has_nothing_to_do_keeps_the_arguments(script, small_args):
+    """args.json says what made the agent."""
+    _, run_dir = script.train(small_args())
+    before = (run_dir / "args.json").read_text()
+    saved = script.load_checkpoint(run_dir)["args"]
+    script.train(dataclasses.replace(saved, resume=str(run_dir), gamma=0.5, total_timesteps=128))
+    assert (run_dir / "args.json").read_text() == before
+
+
+def test_resume_in_a_folder_that_cannot_be_written(script, small_args, capsys):
+    _, run_dir = script.train(small_args())
+    (run_dir / "args.tmp").mkdir()
+    args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=512)
+    with pytest.raises(SystemExit, match="1"):
+        script.train(args)
+    assert f"cannot write into {run_dir}" in capsys.readouterr().err
+
+
+def test_no_vector_to_see_in_processes(script, small_args, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.make_envs(small_args(env_id=probe(script, "Words"), async_envs=True), 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_suite_knows_its_runs(tmp_path):
+    """Names that begin alike: `slow`, seed 1, is not the run of `slow__1`."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import run as suites
+
+    def job(exp_name):
+        args = suites.Args("classic", 1, ("CartPole-v1",), 4096, exp_name, runs_dir=str(tmp_path))
+        return suites.make_jobs(args)[0]
+
+    folder = tmp_path / "CartPole-v1__slow__1__1__1795377113.372"
+    folder.mkdir()
+    (folder / "checkpoint.pt").touch()
+    (folder / "args.json").write_text(json.dumps(vars(job("slow__1").parsed)))
+    assert suites.find_run(job("slow__1")) == folder and suites.find_run(job("slow")) is None
+    with pytest.raises(SystemExit, match="2"):
+        suites.make_jobs(suites.Args("classic", eval_episodes=0))
+
+
+def test_gpu_sim_resume_with_another_init_std(tmp_path, capsys):
+    sys.path.insert(0, str(ROOT / "variants"))
+    sim = importlib.import_module("ppo_gpu_sim")
+    small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "hidden_size": 8, "compile": False}
+    args = sim.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), total_timesteps=64, **small)
+    _, run_dir = sim.train(args)
+    with pytest.raises(SystemExit, match="2"):
+        sim.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128, init_std=0.1))
+    assert "--init-std 0.1" in capsys.readouterr().err
+
+
+class Unending(gym.Env):
+    """Ends when the two actions have been taken one after the other: not by a deterministic policy, which sees nothing.
+    It has no time limit, as CliffWalking-v1 has none."""
+
+    observation_space = gym.spaces.Box(-9, 9, (1,), np.float32)
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.last = None
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        before, self.last = self.last, bool(np.all(action > 0))
+        return np.zeros(1, np.float32), -1.0, before is not None and before != self.last, False, {}
+
+
+for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/Unending-v0", Unending, kwargs={"discrete": discrete})
+
+
+def test_evaluation_of_what_does_not_end(script, small_args, capsys):
+    """Is cut, and says so."""
+    args = small_args(env_id=probe(script, "Unending"))
+    agent, _ = script.train(args)
+    done = threading.Event()
+    returns = []
+
+    def evaluate():
+        returns.extend(script.evaluate(agent, args.env_id, 1, 0, longest=999))
+        done.set()
+
+    threading.Thread(target=evaluate, daemon=True).start()
+    assert done.wait(20) and returns == [-999] and "was cut after 999 steps" in capsys.readouterr().err
+
+
+def test_figures_of_returns_between_0_and_1(tmp_path, script, small_args):
+    """Keep the digits that tell settings apart (report.py, and tune.py, which maximises this)."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import report
+
+    _, run_dir = script.train(small_args(env_id=REAL_ENV[script.__name__], compile=False))
+    rows = "".join(f"{n},{int(n % 100 < 74)},1,1.0\n" for n in range(100))
+    (run_dir / "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n" + rows)
+    assert float(report.summarise(run_dir)["last_100_mean"]) == 0.74
+
+
+class Half(gym.Env):
+    """Actions of 16-bit numbers between 0.5 and 1, and none other."""
+
+    observation_space, action_space = gym.spaces.Box(-9, 9, (1,), np.float32), gym.spaces.Box(0.5, 1, (2,), np.float16)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return np.zeros(1, np.float32), -1.0, True, False, {}
+
+
+gym.register("box/Half-v0", Half)
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+def test_half_actions(script, small_args):
+    agent, _ = script.train(small_args(env_id="box/Half-v0"))
+    script.evaluate(agent, "box/Half-v0", 1, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_adv": "minibatch", "num_minibatches": 32}], ids=["first", "one row"])
+def test_gpu_sim_with_bounds_above_0_and_minibatches_of_one_step(tmp_path, changes):
+    sys.path.insert(0, str(ROOT / "variants"))
+    sim = importlib.import_module("ppo_gpu_sim")
+    small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "hidden_size": 8, "compile": False}
+    sim.train(sim.Args(env_id="box/Half-v0", runs_dir=str(tmp_path), total_timesteps=64, **small | changes))
+
+
+def test_report_passes_over_other_folders(tmp_path, monkeypatch):
+    """Run folders of scripts with other names, and what else has an args.json."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import report
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "args.json").write_text("{}")
+    for scripts in ([], ["mine.py"], ["ppo_discrete.py", "ppo_discrete_old.py"]):
+        for name in scripts:
+            (tmp_path / name).touch()
+        with pytest.raises(SystemExit, match="none of these"):
+            report.write_csv("some", [tmp_path])
+
+
+def test_wandb_run_of_a_folder_called_dot(script, small_args, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    _, run_dir = script.train(small_args())
+    monkeypatch.chdir(run_dir)
+    saved = script.load_checkpoint(".")["args"]
+    script.train(dataclasses.replace(saved, resume=".", track=True, total_timesteps=512))
+    assert list(Path("wandb").glob(f"offline-run-*-{run_dir.name}"))
+
+
+def test_gpu_sim_without_a_vector_to_see(capsys):
+    sys.path.insert(0, str(ROOT / "variants"))
+    sim = importlib.import_module("ppo_gpu_sim")
+    with pytest.raises(SystemExit, match="2"):
+        sim.make_envs(sim.Args(env_id="box/Words-v0"), 2, torch.device("cpu"))
+    assert "cannot be flattened" in capsys.readouterr().err
