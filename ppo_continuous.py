@@ -244,11 +244,11 @@ def make_envs(args, num_envs):
     if args.async_envs and sys.platform == "linux":
         # Whatever Python's default: forked workers inherit main's signal handlers, and finish the iteration on Ctrl-C.
         options["context"] = "fork"
-    # FlattenObservation costs time in every step: only where observations are not vectors already.
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     try:
         envs = make(wrappers=[StaggeredStart, KeepFinalObs])
         obs_space = envs.single_observation_space
+        # Only where observations are not vectors already: FlattenObservation costs time in every step.
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
             envs = make(wrappers=[StaggeredStart, KeepFinalObs, gym.wrappers.FlattenObservation])
