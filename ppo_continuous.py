@@ -159,7 +159,7 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
-        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+        if field.name in ("resume", "evaluate") and value == "":  # a shell variable that is not set
             fail(f"{flag} is empty: give a run folder")
         if field.type is int and field.name != "seed" and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
@@ -213,13 +213,14 @@ class StaggeredStart(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-class KeepFinalObs(gym.Wrapper):
-    """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
-    would overwrite it with the first of the next. Only the infos that are read here go on: a vector of environments
-    cannot collect those that change type or shape, and takes one called final_obs for its own."""
+class VectorMember(gym.Wrapper):
+    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
+    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
+    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
-        if seed is not None:  # for environments that draw from the global generators
+        if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
         obs, info = self.env.reset(seed=seed, options=options)
@@ -246,12 +247,12 @@ def make_envs(args, num_envs):
         options["context"] = "fork"
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     try:
-        envs = make(wrappers=[StaggeredStart, KeepFinalObs])
+        envs = make(wrappers=[StaggeredStart, VectorMember])
         obs_space = envs.single_observation_space
         # Only where observations are not vectors already: FlattenObservation costs time in every step.
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             envs.close()
-            envs = make(wrappers=[StaggeredStart, KeepFinalObs, gym.wrappers.FlattenObservation])
+            envs = make(wrappers=[StaggeredStart, VectorMember, gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
@@ -605,7 +606,7 @@ def make_compiler(args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    torch._dynamo.config.enable_aot_compile = True  # the default since torch 2.12 or 2.13, but not in 2.11
+    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
 
     def compiled(function):
         program = None

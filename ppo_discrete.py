@@ -181,7 +181,7 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
-        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+        if field.name in ("resume", "evaluate") and value == "":  # a shell variable that is not set
             fail(f"{flag} is empty: give a run folder")
         if field.type is int and field.name != "seed" and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
@@ -216,13 +216,14 @@ def is_image(space):
     return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36
 
 
-class KeepFinalObs(gym.Wrapper):
-    """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
-    would overwrite it with the first of the next. Only the infos that are read here go on: a vector of environments
-    cannot collect those that change type or shape, and takes one called final_obs for its own."""
+class VectorMember(gym.Wrapper):
+    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
+    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
+    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
-        if seed is not None:  # for environments that draw from the global generators
+        if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
         obs, info = self.env.reset(seed=seed, options=options)
@@ -254,11 +255,11 @@ def make_envs(args, num_envs):
         make = partial(make, repeat_action_probability=0.25 if args.sticky_actions else 0.0, reward_clipping=False)
         make = partial(make, episodic_life=False, life_loss_info=True)  # a lost life is `terminated`, the game goes on
     try:
-        envs = make() if is_atari(args.env_id) else make(wrappers=[KeepFinalObs])
+        envs = make() if is_atari(args.env_id) else make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
         if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
             envs.close()
-            envs = make(wrappers=[KeepFinalObs, gym.wrappers.FlattenObservation])
+            envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.metadata["autoreset_mode"] != same_step:
@@ -644,7 +645,7 @@ def make_compiler(args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    torch._dynamo.config.enable_aot_compile = True  # the default since torch 2.12 or 2.13, but not in 2.11
+    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
 
     def compiled(function):
         program = None

@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from report import RESULTS, ROOT
@@ -53,24 +52,21 @@ if {normalize}:
     envs = VecNormalize(envs)
 {algorithm}({policy!r}, envs, device="cpu", **{settings}).learn({steps})
 """
-SIMULATOR = """
-import gymnasium
-mode = gymnasium.vector.AutoresetMode.SAME_STEP
-envs = gymnasium.make_vec({env_id!r}, {envs}, "sync", vector_kwargs={{"autoreset_mode": mode}})
+STEPS_AT_RANDOM = """
 envs.reset(seed=0)
 actions = [envs.action_space.sample() for _ in range(256)]
 for step in range({steps} // {envs}):
     envs.step(actions[step % 256])
 """
-
+SIMULATOR = """
+import gymnasium
+mode = gymnasium.vector.AutoresetMode.SAME_STEP
+envs = gymnasium.make_vec({env_id!r}, {envs}, "sync", vector_kwargs={{"autoreset_mode": mode}})
+"""
 ATARI_SIMULATOR = """
 import sys; sys.path.insert(0, {root!r})
 import ppo_discrete
 envs = ppo_discrete.make_envs(ppo_discrete.parse_args(["--env-id", {env_id!r}]), {envs})
-envs.reset(seed=0)
-actions = [envs.action_space.sample() for _ in range(256)]
-for step in range({steps} // {envs}):
-    envs.step(actions[step % 256])
 """
 
 
@@ -104,15 +100,15 @@ def sb3(env_id, envs, package="stable_baselines3", algorithm="PPO", policy="MlpP
     return lambda steps: [sys.executable, "-c", SB3.format(steps=steps, **names)]
 
 
-def simulator(env_id, envs):
-    return lambda steps: [sys.executable, "-c", SIMULATOR.format(env_id=env_id, envs=envs, steps=steps)]
+def simulator(env_id, envs, code=SIMULATOR):
+    code += STEPS_AT_RANDOM
+    return lambda steps: [sys.executable, "-c", code.format(root=str(ROOT), env_id=env_id, envs=envs, steps=steps)]
 
 
 def atari_case(envs):
     """Breakout with the published settings, but for the number of environments: minibatches grow with it."""
-    code, flags = ATARI_SIMULATOR, {"env_id": "ALE/Breakout-v5", "num_envs": envs}
-    code = partial(code.format, root=str(ROOT), env_id=flags["env_id"], envs=envs)
-    alone = lambda steps: [sys.executable, "-c", code(steps=steps)]  # noqa: E731
+    flags = {"env_id": "ALE/Breakout-v5", "num_envs": envs}
+    alone = simulator("ALE/Breakout-v5", envs, ATARI_SIMULATOR)
     short, long = (16384, 147456) if envs == 8 else (32768, 425984)
     return {"ppo_discrete": (ours("ppo_discrete", **flags), short, long), "simulator": (alone, short, long)}
 

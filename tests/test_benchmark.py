@@ -145,6 +145,12 @@ def test_solved_where_a_module_registers_the_task(finished_runs, tmp_path):
     assert "| 1392 |" in report.settings_table([{name: str(value) for name, value in row.items()}])
 
 
+def test_machine_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    facts = suites.machine()
+    assert facts["commit"] == "" and "torch" in facts["versions"]
+
+
 def test_runs_of_few_episodes(finished_runs, tmp_path, monkeypatch):
     """Two good episodes solve nothing, and the table says how few they are. Runs of tune.py are no runs of a suite."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)

@@ -298,13 +298,14 @@ class BraxEnvs:
         return obs, rewards, done.bool() & ~truncations, truncations, infos
 
 
-class KeepFinalObs(gym.Wrapper):
-    """Copies the final observation of an episode: where an environment writes all of them into one array, the reset
-    would overwrite it with the first of the next. Only the infos that are read here go on: a vector of environments
-    cannot collect those that change type or shape, and takes one called final_obs for its own."""
+class VectorMember(gym.Wrapper):
+    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
+    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
+    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
-        if seed is not None:  # for environments that draw from the global generators
+        if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
         obs, info = self.env.reset(seed=seed, options=options)
@@ -326,11 +327,11 @@ class GymEnvs:
         same_step = gym.vector.AutoresetMode.SAME_STEP
         make = partial(gym.make_vec, env_id, num_envs, "sync", vector_kwargs={"autoreset_mode": same_step})
         try:
-            self.envs = make(wrappers=[KeepFinalObs])
+            self.envs = make(wrappers=[VectorMember])
             obs_space = self.envs.single_observation_space
             if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
                 self.envs.close()
-                self.envs = make(wrappers=[KeepFinalObs, gym.wrappers.FlattenObservation])
+                self.envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
         except (gym.error.Error, ImportError, NotImplementedError, ValueError) as error:
             fail(f"--env-id {env_id}: {error}")
         if self.envs.metadata["autoreset_mode"] != same_step:
@@ -732,7 +733,7 @@ def make_compiler(args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    torch._dynamo.config.enable_aot_compile = True  # the default since torch 2.12 or 2.13, but not in 2.11
+    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
 
     def compiled(function):
         program = None

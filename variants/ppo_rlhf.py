@@ -170,7 +170,7 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is created."""
     for field in dataclasses.fields(args):
         value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
-        if field.name in ("resume", "evaluate", "export") and value == "":  # a shell variable that is not set
+        if field.name in ("resume", "evaluate") and value == "":  # a shell variable that is not set
             fail(f"{flag} is empty: give a run folder")
         if field.type is int and field.name not in ("seed", "top_k") and value < 1:
             fail(f"{flag} must be at least 1, not {value}")
