@@ -94,6 +94,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
+    replay: bool = True  # --resume plays unfinished episodes again, action by action, to go on in them; off: new ones
     evaluate: str | None = None  # run folder whose agent plays, unchanged; takes --eval-*, --seed, --capture-video
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
@@ -220,11 +221,23 @@ class VectorMember(gym.Wrapper):
     script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
+    origin = None  # of this episode: its seed, or the state of the environment's random numbers when it began
+    replay = None  # origin and actions of an episode that the next reset plays again (--resume)
+
     def reset(self, *, seed=None, options=None):
-        if seed is not None:
+        (self.origin, actions), self.replay = self.replay or (seed, ()), None
+        numbers = getattr(self.np_random, "bit_generator", None)  # None: not numpy's, cannot be put back
+        if isinstance(self.origin, int):
+            seed = self.origin
             random.seed(seed)
             np.random.seed(seed % 2**32)
+        elif self.origin is not None:
+            numbers.state = self.origin
+        elif numbers is not None:
+            self.origin = numbers.state
         obs, info = self.env.reset(seed=seed, options=options)
+        for action in actions:
+            obs, _, _, _, info = self.env.step(action)
         return obs, self.select(info)
 
     def select(self, info):
@@ -964,8 +977,26 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
         if lr.is_cuda and cuda_rng_state is not None:
             torch.cuda.set_rng_state(cuda_rng_state, lr.device)
     elif rank == 0:
-        print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+        ranks = len(checkpoint["rng_states"])
+        print(f"{args.resume} was of {ranks} ranks, not {num_ranks}: new random numbers, new episodes")
     return checkpoint
+
+
+def replay_episodes(envs, seeds, unfinished):
+    """--resume: play the unfinished episodes of a checkpoint again -> next_obs, infos as they were. next_obs is None
+    where that cannot be: no such episodes, one too long to be kept, environments that do not repeat themselves."""
+    if unfinished is None:
+        return None, {}
+    lengths, played = unfinished["lengths"].tolist(), unfinished["actions"].numpy()  # played (steps, N, ...)
+    if max(lengths) <= len(played) and None not in unfinished["origins"]:
+        envs.reset(seed=seeds)  # for what environments make of their first seed alone
+        actions = [played[len(played) - length :, n] for n, length in enumerate(lengths)]
+        envs.set_attr("replay", list(zip(unfinished["origins"], actions)))
+        next_obs, infos = envs.reset()
+        if np.array_equal(next_obs, unfinished["next_obs"].numpy()):
+            return next_obs, infos
+    print("the environments cannot be put back to where they were: new episodes")
+    return None, {}
 
 
 def train(args, stop_signals=()):
@@ -1023,13 +1054,15 @@ def train(args, stop_signals=()):
     if rank > 0:  # networks begin equal on all ranks; noise and permutations differ
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
 
-    iteration, global_step, seconds_before = 0, 0, 0.0
+    iteration, global_step, seconds_before, unfinished = 0, 0, 0.0, None
     if args.resume:
         fixed = "env_id", "num_envs", "num_steps", "norm_obs", "cell", "hidden_size", "separate_critic_rnn"
         fixed += "state_dependent_std", "log_std_init"
         checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
         lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
+        if args.replay and len(checkpoint["rng_states"]) == num_ranks and iteration < num_iterations:
+            unfinished = checkpoint.get("unfinished", [None] * num_ranks)[rank]
 
     if len(set(gather_from_ranks(iteration))) > 1:
         fail("ranks would begin in different iterations: all machines need the same --runs-dir, on a shared disk")
@@ -1124,10 +1157,18 @@ def train(args, stop_signals=()):
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
-    # A resumed run cannot put its simulators back where they were: it starts new episodes, with new seeds, no memory.
+    # A resumed run goes on in its unfinished episodes. A new one, and one that cannot, begins new ones.
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs)
-    seeds = seeds[rank * N : (rank + 1) * N]
-    next_obs, infos = envs.reset(seed=seeds.tolist())
+    seeds = seeds[rank * N : (rank + 1) * N].tolist()
+    next_obs, infos = replay_episodes(envs, seeds, unfinished)
+    action_log = []  # actions of every step since the oldest of the unfinished episodes began, each (N, ...)
+    if next_obs is not None:
+        action_log = list(unfinished["actions"].numpy())
+        episode_returns, episode_lengths = unfinished["returns"].numpy(), unfinished["lengths"].numpy()
+        discounted_returns.copy_(unfinished["discounted_returns"])
+        state, step_starts[T] = unfinished["state"].to(device), episode_lengths == 0
+    else:
+        next_obs, infos = envs.reset(seed=seeds)
     start_time, start_step = time.time(), global_step
     total, hidden = num_iterations * T * args.num_envs, True if rank > 0 else None  # None: hidden without a terminal
     progress = tqdm(total=total, initial=global_step, unit="step", unit_scale=True, disable=hidden)
@@ -1156,7 +1197,9 @@ def train(args, stop_signals=()):
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
             seen = (torch.from_numpy(x).to(device) for x in (next_obs, step_starts[t], step_masks[t]))
             env_actions, state = act(*seen, state, obs[t], actions[t], log_probs[t])
-            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+            env_actions = env_actions.cpu().numpy()
+            action_log.append(env_actions.copy())
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
             step_starts[t + 1] = terminated | truncated
 
@@ -1216,10 +1259,25 @@ def train(args, stop_signals=()):
         scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
         average_over_ranks(*scalars.values())
         # stop_signals is read once: a signal that comes later waits for the next iteration.
-        rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-        episodes, stopped_by, rng_states = zip(*gather_from_ranks((episodes, list(stop_signals), rng_state)))
+        episodes, stopped_by = zip(*gather_from_ranks((episodes, list(stop_signals))))
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
+        saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
+        del action_log[: -max(1, min(episode_lengths.max(), 2**25 // env_actions.nbytes))]  # 32 MB at most
+        if saving:
+            rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+            unfinished = None
+            if args.replay:
+                unfinished = {
+                    "origins": list(envs.get_attr("origin")),
+                    "actions": torch.from_numpy(np.stack(action_log)),
+                    "next_obs": torch.from_numpy(next_obs),
+                    "lengths": torch.from_numpy(episode_lengths),
+                    "returns": torch.from_numpy(episode_returns),
+                    "discounted_returns": discounted_returns.cpu(),
+                    "state": state.cpu(),
+                }
+            rng_states, all_unfinished = zip(*gather_from_ranks((rng_state, unfinished)))
         if rank > 0:  # rank 0 writes for all
             if stopped_by:
                 break
@@ -1233,7 +1291,6 @@ def train(args, stop_signals=()):
         recent_returns.extend(float(f"{episodic_return:.6g}") for _, episodic_return, _, _ in episodes)
         if recent_returns:
             scalars["charts/last_100_return"] = np.mean(recent_returns)
-        saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
         if args.track:
             if episodes:
@@ -1255,6 +1312,7 @@ def train(args, stop_signals=()):
                 "agent": agent.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "rng_states": list(rng_states),  # one of each rank
+                "unfinished": list(all_unfinished),  # episodes, of each rank
                 "iteration": iteration,
                 "global_step": global_step,
                 "seconds": seconds_before + time.time() - start_time,

@@ -16,12 +16,12 @@ import dataclasses
 import io
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -32,27 +32,14 @@ ENV_IDS = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1
 FIELDS = ["fault", "script", "tries", "outcome", "versions"]
 
 
-class StopAt:
-    """Stands for train's list of signals: empty until train has asked `iterations` times, at the end of each one."""
-
-    def __init__(self, iterations):
-        self.left = iterations
-
-    def __iter__(self):
-        self.left -= 1
-        return iter([signal.SIGTERM] if self.left == 0 else [])
-
-
 def kills(script, folder, tries=50, steps=300_000):
-    """kill -9 at random moments of a run, `tries` times; then it shall complete. A second run stops, by itself, where
-    the first one was resumed from: both must have the same learner in the end, and episodes.csv of the first all
-    episodes that the second has handed to be written, once."""
+    """kill -9 at random moments of a run, `tries` times; then it shall complete, with the learner and the episodes of
+    one that was left alone."""
     program = [sys.executable, str(ROOT / f"{script}.py")]
     flags = ["--env-id", ENV_IDS[script], "--total-timesteps", str(steps), "--no-compile", "--checkpoint-interval", "2"]
-    flags += ["--runs-dir", str(folder / "killed")]
     longest_start = 0.0  # seconds from the start of the process to its first checkpoint
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    done, resumed_from, rng = 0, [], random.Random(0)
+    done, rng = 0, random.Random(0)
 
     def saved():
         """The run folder and the time of its checkpoint; None without one."""
@@ -61,9 +48,8 @@ def kills(script, folder, tries=50, steps=300_000):
 
     while True:
         before, begun = saved(), time.monotonic()
-        if before:
-            resumed_from.append(torch.load(before[0] / "checkpoint.pt", weights_only=True)["iteration"])
-        process = subprocess.Popen([*program, *(["--resume", str(before[0])] if before else flags)], **quiet)
+        begin = ["--resume", str(before[0])] if before else [*flags, "--runs-dir", str(folder / "killed")]
+        process = subprocess.Popen(program + begin, **quiet)
         if done < tries:
             # Half of the times wherever it is, at the start too; half of the times some way into the training.
             early = before and rng.random() < 0.5
@@ -82,36 +68,17 @@ def kills(script, folder, tries=50, steps=300_000):
         if process.returncode:
             return done, f"ENDED with {process.returncode}: {errors.strip().splitlines()[-1]}"
         break
-    run_dir, _ = saved()
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    names = ("global_step", "episodic_return", "episodic_length")
-    rows = [tuple(float(row[name]) for name in names) for row in read_csv(run_dir / "episodes.csv")]
-
-    module, episodes_of_other = load_script(script), []
-
-    def write_log(run_dir, episodes_file, writer, episodes, *rest, **more):
-        episodes_of_other.extend((step, float(f"{value:.6g}"), length) for step, value, length, _ in episodes)
-        original(run_dir, episodes_file, writer, episodes, *rest, **more)
-
-    original, module.write_log = module.write_log, write_log
-    again, iteration = None, 0
-    args = module.parse_args([*flags, "--runs-dir", str(folder / "stopped")])
-    for stop in [*sorted(set(resumed_from)), None]:
-        if stop is not None and stop <= iteration:
-            continue
-        args.resume = str(again) if again else None
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            try:
-                module.train(args, StopAt(stop - iteration) if stop else ())
-            except SystemExit:
-                iteration = stop
-        (again,) = (folder / "stopped").iterdir()
-    other = torch.load(again / "checkpoint.pt", weights_only=True)
-    same = all(torch.equal(x, other["agent"][name]) for name, x in checkpoint["agent"].items())
-    same_episodes = rows == episodes_of_other
-    text = f"complete at step {checkpoint['global_step']}; {'the same' if same else 'NOT the same'} learner and "
-    text += f"{'the same' if same_episodes else 'NOT the same'} {len(rows)} episodes as a run that stopped by itself"
-    return done, f"{text} at those {len(set(resumed_from))} checkpoints"
+    subprocess.run([*program, *flags, "--runs-dir", str(folder / "whole")], stdout=subprocess.DEVNULL, check=True)
+    (whole,) = (folder / "whole").iterdir()
+    ends = []
+    for run_dir in (saved()[0], whole):
+        agent = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
+        rows = read_csv(run_dir / "episodes.csv")
+        ends.append((agent, [itemgetter("global_step", "episodic_return", "episodic_length")(row) for row in rows]))
+    (agent, episodes), (other_agent, other_episodes) = ends
+    same = all(torch.equal(x, other_agent[name]) for name, x in agent.items()) and episodes == other_episodes
+    outcome = "the same" if same else "NOT the same"
+    return done, f"complete, with {outcome} learner and {len(episodes)} episodes as a run that was left alone"
 
 
 def random_value(rng, field):

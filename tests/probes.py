@@ -164,6 +164,24 @@ class Words(Target):
         self.observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
 
 
+class Entropy(Target):
+    """Never the same twice, whatever its seed."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.target = self.target * np.float32(np.random.default_rng().choice([0.25, 0.5, 0.75]))
+        return self.target.copy(), {}
+
+
+class OldNumbers(Target):
+    """Draws from numpy's old kind of generator."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.np_random = np.random.RandomState(seed)
+        return super().reset()
+
+
 class OneArray(gym.Env):
     """Counts its steps; all its observations are the same array."""
 
@@ -194,5 +212,7 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
     gym.register(f"{name}/OtherTypes-v0", OtherTypes, kwargs={"discrete": discrete})
     gym.register(f"{name}/Whole-v0", Whole, kwargs={"discrete": discrete})
+    gym.register(f"{name}/Entropy-v0", Entropy, kwargs={"discrete": discrete})
+    gym.register(f"{name}/OldNumbers-v0", OldNumbers, kwargs={"discrete": discrete})
     gym.register(f"{name}/OneArray-v0", OneArray, kwargs={"discrete": discrete})
     gym.register(f"{name}/Words-v0", Words, kwargs={"discrete": discrete})

@@ -31,7 +31,11 @@ def spy(owner, name, before=None, after=None):
     setattr(owner, name, spied)
 
 
-def after_iteration(*_):
+def is_end_of_iteration(value):
+    return isinstance(value, tuple) and isinstance(value[0], list)  # episodes and signals
+
+
+def after_iteration():
     (agent,) = agents
     record["parameters"].append(torch.cat([p.detach().flatten() for p in agent.parameters()]))
     rms = [(x.mean.clone(), x.var.clone(), x.count.clone()) for x in (agent.obs_rms, agent.return_rms)]
@@ -63,6 +67,6 @@ if "WITHOUT_SHARED_MEMORY" in os.environ:  # as on several machines
 spy(script.Agent, "__init__", after=lambda agent, *_: agents.append(agent))
 spy(script.RunningMeanStd, "update", before=before_update)
 spy(script, "average_over_ranks", before=before_average, after=after_average)
-spy(script, "gather_from_ranks", before=lambda value: after_iteration(value) if isinstance(value, tuple) else None)
+spy(script, "gather_from_ranks", before=lambda value: after_iteration() if is_end_of_iteration(value) else None)
 script.train(script.parse_args(flags))
 torch.save(record, Path(out) / f"rank-{os.environ['RANK']}.pt")

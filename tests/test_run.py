@@ -46,36 +46,74 @@ def test_environments_have_different_seeds(script, small_args, minibatches):
     assert len(torch.unique(minibatches[0][3], dim=0)) == 32
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True}], ids=["defaults", "other"]
-)
-def test_resumed_equals_uninterrupted(script, small_args, flags):
-    """On an environment that starts anew with every rollout, 4 + 4 iterations are 8 iterations to the last bit:
-    weights, optimizer, learning rate, schedules, statistics, random numbers, episodes and logs."""
-    chain = CHAIN | flags | {"env_id": probe(script, "AlignedChain"), "checkpoint_interval": 4}
-    whole = script.train(small_args(total_timesteps=8 * 32, **chain))[1]
-    original = script.save_checkpoint
+CASES = {
+    "defaults": (8, {}),
+    "other": (8, {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True}),
+    "mid-episode": (40, {"env_id": None}),
+    "mid-episode, processes": (8, {"env_id": None, "async_envs": True}),
+}
+LONGER = {"ppo_continuous": "Pendulum-v1", "ppo_discrete": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
+
+
+@pytest.mark.parametrize("iterations, flags", CASES.values(), ids=CASES)
+def test_resumed_equals_uninterrupted(script, small_args, iterations, flags):
+    """Cut three times, a run is the whole one to the last bit: weights, optimizer, learning rate, schedules,
+    statistics, random numbers, episodes and logs; in mid-episode environments, memory and staggered starts, too."""
+    flags = CHAIN | {"env_id": probe(script, "AlignedChain"), "checkpoint_interval": iterations // 4} | flags
+    flags |= {"env_id": flags["env_id"] or LONGER[script.__name__], "total_timesteps": iterations * 32}
+    whole = script.train(small_args(**flags))[1]
+    original, args = script.save_checkpoint, small_args(exp_name="half", **flags)
 
     def save_and_die(run_dir, checkpoint):
         original(run_dir, checkpoint)
         raise KeyboardInterrupt
 
     script.save_checkpoint = save_and_die
-    with pytest.raises(KeyboardInterrupt):
-        script.train(small_args(total_timesteps=8 * 32, exp_name="half", **chain))
+    for cut in (1, 2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            script.train(args)
+        (half,) = (path for path in whole.parent.iterdir() if "half" in path.name)
+        saved = script.load_checkpoint(half)
+        assert saved["iteration"] == cut * iterations // 4
+        assert ("Chain" in args.env_id) == (not saved["unfinished"][0]["lengths"].any())
+        args = dataclasses.replace(saved["args"], resume=str(half))
     script.save_checkpoint = original
-    (half,) = (path for path in whole.parent.iterdir() if "half" in path.name)
-    saved = script.load_checkpoint(half)
-    assert saved["iteration"] == 4
-    args = saved["args"]
-    args.resume = str(half)
     script.train(args)
     assert_same_learner(script.load_checkpoint(half), script.load_checkpoint(whole))
     assert [row[:3] for row in rows(half)] == [row[:3] for row in rows(whole)]
+    assert len(rows(half)) > 1 or iterations == 8
     one, two = scalars(half), scalars(whole)
     assert one.keys() == two.keys()
     for key in one.keys() - {"charts/SPS"}:
         assert one[key] == two[key], key
+
+
+@pytest.mark.parametrize("case", ["Entropy", "OldNumbers", "too long", "no replay"])
+def test_environments_that_cannot_be_put_back(script, small_args, monkeypatch, capsys, case):
+    """The run goes on in new episodes and says so: environments that differ every time, that do not tell the state of
+    their random numbers, whose episode was too long to be kept. With --no-replay nothing is played again."""
+    name = probe(script, case) if case in ("Entropy", "OldNumbers") else LONGER[script.__name__]
+    _, run_dir = script.train(small_args(env_id=name))
+    saved = script.load_checkpoint(run_dir)
+    if case == "too long":
+        saved["unfinished"][0]["actions"] = saved["unfinished"][0]["actions"][-1:]
+        script.save_checkpoint(run_dir, saved | {"args": vars(saved["args"]), "agent": saved["agent"].state_dict()})
+    replayed, original = [], script.VectorMember.reset
+
+    def reset(member, **options):
+        replayed.append(member.replay)
+        return original(member, **options)
+
+    monkeypatch.setattr(script.VectorMember, "reset", reset)
+    more = {"resume": str(run_dir), "total_timesteps": 512, "replay": case != "no replay"}
+    capsys.readouterr()
+    script.train(dataclasses.replace(saved["args"], **more))
+    assert ("new episodes" in capsys.readouterr().out) == (case != "no replay")
+    assert any(replayed) == (case == "Entropy")
+    end = script.load_checkpoint(run_dir)
+    assert end["global_step"] == 512 and (end["unfinished"] == [None]) == (case == "no replay")
+    if case in ("Entropy", "OldNumbers"):  # episodes of one step: none is lost, none is counted twice
+        assert [int(row[0]) for row in rows(run_dir)[1:]] == [step for step in range(4, 513, 4) for _ in range(4)]
 
 
 def start(script, runs_dir, **args):
@@ -110,8 +148,7 @@ LONG |= {"compile": False, "checkpoint_interval": 7, "seed": 5}
 
 
 def test_kill_and_resume(script, tmp_path):
-    """kill -9 in the middle. Up to the checkpoint, episodes.csv is that of an undisturbed run of the same seed; from
-    there on it goes on without gap or repetition to the same number of steps."""
+    """kill -9 in the middle: in the end learner and episodes.csv are those of an undisturbed run of the same seed."""
     name = script.__name__
     env_id = "probes:" + probe(script)
     process = start(name, tmp_path / "killed", env_id=env_id, **LONG)
@@ -131,9 +168,7 @@ def test_kill_and_resume(script, tmp_path):
     assert whole.returncode == 0, whole.stderr
     (whole,) = (tmp_path / "whole").iterdir()
     resumed_rows, whole_rows = rows(killed), rows(whole)
-    before = [row[:3] for row in whole_rows[1:] if int(row[0]) <= saved["global_step"]]
-    assert [row[:3] for row in resumed_rows[1 : len(before) + 1]] == before
-    assert len(resumed_rows) == len(whole_rows)  # one-step episodes: a row for every step
+    assert [row[:3] for row in resumed_rows] == [row[:3] for row in whole_rows]
     steps = [int(row[0]) for row in resumed_rows[1:]]
     assert steps == sorted(steps) and steps[-1] == LONG["total_timesteps"]
     assert all(len(list(group)) == 4 for _, group in itertools.groupby(steps))
@@ -141,6 +176,7 @@ def test_kill_and_resume(script, tmp_path):
     assert seconds == sorted(seconds)
     end = script.load_checkpoint(killed)
     assert end["global_step"] == LONG["total_timesteps"] and end["iteration"] == 150
+    assert_same_learner(end, script.load_checkpoint(whole))
     logged = [step for step, _ in scalars(killed)["losses/value_loss"]]
     assert logged == [64 * iteration for iteration in range(1, 151)]
 

@@ -304,11 +304,23 @@ class VectorMember(gym.Wrapper):
     script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
+    origin = None  # of this episode: its seed, or the state of the environment's random numbers when it began
+    replay = None  # origin and actions of an episode that the next reset plays again (--resume)
+
     def reset(self, *, seed=None, options=None):
-        if seed is not None:
+        (self.origin, actions), self.replay = self.replay or (seed, ()), None
+        numbers = getattr(self.np_random, "bit_generator", None)  # None: not numpy's, cannot be put back
+        if isinstance(self.origin, int):
+            seed = self.origin
             random.seed(seed)
             np.random.seed(seed % 2**32)
+        elif self.origin is not None:
+            numbers.state = self.origin
+        elif numbers is not None:
+            self.origin = numbers.state
         obs, info = self.env.reset(seed=seed, options=options)
+        for action in actions:
+            obs, _, _, _, info = self.env.step(action)
         return obs, self.select(info)
 
     def select(self, info):
@@ -918,7 +930,8 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
         if lr.is_cuda and cuda_rng_state is not None:
             torch.cuda.set_rng_state(cuda_rng_state, lr.device)
     elif rank == 0:
-        print(f"{args.resume} was of {len(checkpoint['rng_states'])} ranks, not {num_ranks}: new random numbers")
+        ranks = len(checkpoint["rng_states"])
+        print(f"{args.resume} was of {ranks} ranks, not {num_ranks}: new random numbers, new episodes")
     return checkpoint
 
 
