@@ -88,7 +88,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    replay: bool = True  # --resume plays unfinished episodes again, action by action, to go on in them; off: new ones
+    resume_episodes: bool = True  # --resume plays unfinished episodes again to go on in them; off: new episodes
     evaluate: str | None = None  # run folder whose agent plays, unchanged; takes --eval-*, --seed, --capture-video
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
@@ -874,7 +874,7 @@ def train(args, stop_signals=()):
         checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
         lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
-        if args.replay and len(checkpoint["rng_states"]) == num_ranks and iteration < num_iterations:
+        if args.resume_episodes and len(checkpoint["rng_states"]) == num_ranks and iteration < num_iterations:
             unfinished = checkpoint.get("unfinished", [None] * num_ranks)[rank]
 
     if len(set(gather_from_ranks(iteration))) > 1:
@@ -1065,7 +1065,7 @@ def train(args, stop_signals=()):
         if saving:
             rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
             unfinished = None
-            if args.replay:
+            if args.resume_episodes:
                 unfinished = {
                     "origins": list(envs.get_attr("origin")),
                     "actions": torch.from_numpy(np.stack(action_log)),

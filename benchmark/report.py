@@ -42,7 +42,7 @@ WHERE_AND_HOW = {
     "runs_dir",
     "num_threads",
     "resume",
-    "replay",
+    "resume_episodes",
     "checkpoint_interval",
     "compile",
 }

@@ -88,10 +88,10 @@ def test_resumed_equals_uninterrupted(script, small_args, iterations, flags):
         assert one[key] == two[key], key
 
 
-@pytest.mark.parametrize("case", ["Entropy", "OldNumbers", "too long", "no replay"])
+@pytest.mark.parametrize("case", ["Entropy", "OldNumbers", "too long", "not asked"])
 def test_environments_that_cannot_be_put_back(script, small_args, monkeypatch, capsys, case):
     """The run goes on in new episodes and says so: environments that differ every time, that do not tell the state of
-    their random numbers, whose episode was too long to be kept. With --no-replay nothing is played again."""
+    their random numbers, whose episode was too long to be kept. With --no-resume-episodes nothing is played again."""
     name = probe(script, case) if case in ("Entropy", "OldNumbers") else LONGER[script.__name__]
     _, run_dir = script.train(small_args(env_id=name))
     saved = script.load_checkpoint(run_dir)
@@ -105,13 +105,13 @@ def test_environments_that_cannot_be_put_back(script, small_args, monkeypatch, c
         return original(member, **options)
 
     monkeypatch.setattr(script.VectorMember, "reset", reset)
-    more = {"resume": str(run_dir), "total_timesteps": 512, "replay": case != "no replay"}
+    more = {"resume": str(run_dir), "total_timesteps": 512, "resume_episodes": case != "not asked"}
     capsys.readouterr()
     script.train(dataclasses.replace(saved["args"], **more))
-    assert ("new episodes" in capsys.readouterr().out) == (case != "no replay")
+    assert ("new episodes" in capsys.readouterr().out) == (case != "not asked")
     assert any(replayed) == (case == "Entropy")
     end = script.load_checkpoint(run_dir)
-    assert end["global_step"] == 512 and (end["unfinished"] == [None]) == (case == "no replay")
+    assert end["global_step"] == 512 and (end["unfinished"] == [None]) == (case == "not asked")
     if case in ("Entropy", "OldNumbers"):  # episodes of one step: none is lost, none is counted twice
         assert [int(row[0]) for row in rows(run_dir)[1:]] == [step for step in range(4, 513, 4) for _ in range(4)]
 
