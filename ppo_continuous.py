@@ -221,22 +221,28 @@ class VectorMember(gym.Wrapper):
     A seed reaches the global generators too, from which some environments draw."""
 
     origin = None  # of this episode: its seed, or the state of the environment's random numbers when it began
-    replay = None  # origin and actions of an episode that the next reset plays again (--resume)
+    to_replay = None  # origin and actions of an episode that the next reset plays again (--resume)
+    replayed_return = 0.0  # the sum of its rewards; NaN if it ended sooner than before
 
     def reset(self, *, seed=None, options=None):
-        (self.origin, actions), self.replay = self.replay or (seed, ()), None
-        numbers = getattr(self.np_random, "bit_generator", None)  # None: not numpy's, cannot be put back
+        self.origin, actions = self.to_replay or (seed, ())
+        self.to_replay, self.replayed_return = None, 0.0
+        numbers = getattr(self.np_random, "bit_generator", None)
         if isinstance(self.origin, int):
             seed = self.origin
             random.seed(seed)
             np.random.seed(seed % 2**32)
         elif self.origin is not None:
             numbers.state = self.origin
-        elif numbers is not None:
+        elif isinstance(numbers, np.random.PCG64):  # gymnasium's; load_checkpoint would refuse the state of others
             self.origin = numbers.state
         obs, info = self.env.reset(seed=seed, options=options)
         for action in actions:
-            obs, _, _, _, info = self.env.step(action)
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            self.replayed_return += float(reward)
+            if terminated or truncated:
+                self.replayed_return = math.nan
+                break
         return obs, self.select(info)
 
     def select(self, info):
@@ -598,11 +604,11 @@ def average_over_ranks(*tensors):
             x.copy_(part.view_as(x))
 
 
-def gather_from_ranks(value):
-    """Under torchrun: a list of the values of all ranks. Otherwise [value]."""
+def gather_from_ranks(value, small=True):
+    """Under torchrun: a list of the values of all ranks. Otherwise [value]. small: sure to fit into shared memory."""
     if not dist.is_initialized():
         return [value]
-    if shared_memory:
+    if shared_memory and small:
         message = np.frombuffer(pickle.dumps(value), np.uint8)
         return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
@@ -808,18 +814,20 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
     return checkpoint
 
 
-def replay_episodes(envs, seeds, unfinished):
+def replay_episodes(envs, unfinished):
     """--resume: play the unfinished episodes of a checkpoint again -> next_obs, infos as they were. next_obs is None
     where that cannot be: no such episodes, one too long to be kept, environments that do not repeat themselves."""
     if unfinished is None:
         return None, {}
-    lengths, played = unfinished["lengths"].tolist(), unfinished["actions"].numpy()  # played (steps, N, ...)
-    if max(lengths) <= len(played) and None not in unfinished["origins"]:
-        envs.reset(seed=seeds)  # for what environments make of their first seed alone
-        actions = [played[len(played) - length :, n] for n, length in enumerate(lengths)]
-        envs.set_attr("replay", list(zip(unfinished["origins"], actions)))
+    lengths, actions = unfinished["lengths"].tolist(), unfinished["actions"].numpy()  # actions (steps, N, ...)
+    if max(lengths) <= len(actions) and None not in unfinished["origins"]:
+        envs.reset(seed=unfinished["seeds"])  # for what environments make of their first seed alone
+        # Copies: an environment may write into its action.
+        played = [actions[len(actions) - length :, n].copy() for n, length in enumerate(lengths)]
+        envs.set_attr("to_replay", list(zip(unfinished["origins"], played)))
         next_obs, infos = envs.reset()
-        if np.array_equal(next_obs, unfinished["next_obs"].numpy()):
+        same_returns = np.array_equal(envs.get_attr("replayed_return"), unfinished["returns"])
+        if same_returns and np.array_equal(next_obs, unfinished["next_obs"].numpy()):
             return next_obs, infos
     print("the environments cannot be put back to where they were: new episodes")
     return None, {}
@@ -874,7 +882,8 @@ def train(args, stop_signals=()):
         checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
         lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
         iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
-        if args.resume_episodes and len(checkpoint["rng_states"]) == num_ranks and iteration < num_iterations:
+        same = len(checkpoint["rng_states"]) == num_ranks and checkpoint["args"].seed == args.seed
+        if args.resume_episodes and same and iteration < num_iterations:
             unfinished = checkpoint.get("unfinished", [None] * num_ranks)[rank]
 
     if len(set(gather_from_ranks(iteration))) > 1:
@@ -953,19 +962,19 @@ def train(args, stop_signals=()):
     # A resumed run goes on in its unfinished episodes. A new one, and one that cannot, begins new ones.
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs)
     seeds = seeds[rank * N : (rank + 1) * N].tolist()
-    if unfinished:  # StaggeredStart counts the steps that are played again once more
+    if unfinished:  # what is played again counts steps_left down again
         envs.set_attr("steps_left", (unfinished["steps_left"] + unfinished["lengths"]).tolist())
-    next_obs, _ = replay_episodes(envs, seeds, unfinished)
+    next_obs, _ = replay_episodes(envs, unfinished)
     action_log = []  # actions of every step since the oldest of the unfinished episodes began, each (N, ...)
     if next_obs is not None:
-        action_log = list(unfinished["actions"].numpy())
+        seeds, action_log = unfinished["seeds"], list(unfinished["actions"].numpy())
         episode_returns, episode_lengths = unfinished["returns"].numpy(), unfinished["lengths"].numpy()
         discounted_returns.copy_(unfinished["discounted_returns"])
     else:
-        if args.stagger_envs and (limit := envs.spec.max_episode_steps):
-            # Environment i is cut after (i + 1) / num_envs of the limit: the ends are spread evenly over an episode.
-            first_ends = np.ceil(np.linspace(0, limit, args.num_envs + 1)[1:]).astype(int)
-            envs.set_attr("steps_left", first_ends[rank * N : (rank + 1) * N].tolist())
+        # Environment i is cut after (i + 1) / num_envs of the limit: the ends are spread evenly over an episode.
+        limit = envs.spec.max_episode_steps if args.stagger_envs else None
+        first_ends = np.ceil(np.linspace(0, limit or 0, args.num_envs + 1)[1:]).astype(int)
+        envs.set_attr("steps_left", first_ends[rank * N : (rank + 1) * N].tolist())
         next_obs, _ = envs.reset(seed=seeds)
     start_time, start_step = time.time(), global_step
     total, hidden = num_iterations * T * args.num_envs, True if rank > 0 else None  # None: hidden without a terminal
@@ -1061,12 +1070,14 @@ def train(args, stop_signals=()):
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
-        del action_log[: -max(1, min(episode_lengths.max(), 2**25 // env_actions.nbytes))]  # 32 MB at most
+        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # 32 MB at most
+        del action_log[: -max(1, kept)]  # np.stack needs one
         if saving:
             rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
             unfinished = None
             if args.resume_episodes:
                 unfinished = {
+                    "seeds": seeds,
                     "origins": list(envs.get_attr("origin")),
                     "actions": torch.from_numpy(np.stack(action_log)),
                     "next_obs": torch.from_numpy(next_obs),
@@ -1075,7 +1086,7 @@ def train(args, stop_signals=()):
                     "discounted_returns": discounted_returns.cpu(),
                     "steps_left": torch.tensor(envs.get_attr("steps_left")),
                 }
-            rng_states, all_unfinished = zip(*gather_from_ranks((rng_state, unfinished)))
+            rng_states, all_unfinished = zip(*gather_from_ranks((rng_state, unfinished), small=False))
         if rank > 0:  # rank 0 writes for all
             if stopped_by:
                 break

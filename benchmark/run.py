@@ -61,7 +61,7 @@ SUITES = {  # script, task, flags
     "atari57": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ATARI.split()],
     "memory": [
         ("ppo_discrete", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
-        ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
+        ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000 --num-steps 256"),
         ("ppo_rnn", "benchmark.memory_envs:PendulumNoVel-v1", f"--total-timesteps 300000 {PENDULUM_NO_VEL}"),
         ("ppo_rnn", "popgym:popgym-RepeatPreviousEasy-v0", "--total-timesteps 1000000 --num-envs 16"),
     ],

@@ -20,10 +20,10 @@ agents = []
 def spy(owner, name, before=None, after=None):
     original = getattr(owner, name)
 
-    def spied(*arguments):
+    def spied(*arguments, **options):
         if before:
             before(*arguments)
-        result = original(*arguments)
+        result = original(*arguments, **options)
         if after:
             after(*arguments)
         return result

@@ -46,21 +46,23 @@ def test_environments_have_different_seeds(script, small_args, minibatches):
     assert len(torch.unique(minibatches[0][3], dim=0)) == 32
 
 
+LONGER = {"ppo_continuous": "Pendulum-v1", "ppo_discrete": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
 CASES = {
     "defaults": (8, {}),
     "other": (8, {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True}),
-    "mid-episode": (40, {"env_id": None}),
-    "mid-episode, processes": (8, {"env_id": None, "async_envs": True}),
+    "mid-episode": (40, {"env_id": LONGER}),
+    "mid-episode, processes": (8, {"env_id": LONGER, "async_envs": True}),
+    "mid-episode, first seed": (16, {"env_id": "FirstSeed"}),
 }
-LONGER = {"ppo_continuous": "Pendulum-v1", "ppo_discrete": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
 
 
 @pytest.mark.parametrize("iterations, flags", CASES.values(), ids=CASES)
 def test_resumed_equals_uninterrupted(script, small_args, iterations, flags):
     """Cut three times, a run is the whole one to the last bit: weights, optimizer, learning rate, schedules,
     statistics, random numbers, episodes and logs; in mid-episode environments, memory and staggered starts, too."""
-    flags = CHAIN | {"env_id": probe(script, "AlignedChain"), "checkpoint_interval": iterations // 4} | flags
-    flags |= {"env_id": flags["env_id"] or LONGER[script.__name__], "total_timesteps": iterations * 32}
+    flags = CHAIN | {"env_id": "AlignedChain", "checkpoint_interval": iterations // 4} | flags
+    env_id = LONGER[script.__name__] if flags["env_id"] is LONGER else probe(script, flags["env_id"])
+    flags |= {"env_id": env_id, "total_timesteps": iterations * 32}
     whole = script.train(small_args(**flags))[1]
     original, args = script.save_checkpoint, small_args(exp_name="half", **flags)
 
@@ -81,19 +83,23 @@ def test_resumed_equals_uninterrupted(script, small_args, iterations, flags):
     script.train(args)
     assert_same_learner(script.load_checkpoint(half), script.load_checkpoint(whole))
     assert [row[:3] for row in rows(half)] == [row[:3] for row in rows(whole)]
-    assert len(rows(half)) > 1 or iterations == 8
+    assert len(rows(half)) > 1 or flags.get("async_envs")
     one, two = scalars(half), scalars(whole)
     assert one.keys() == two.keys()
     for key in one.keys() - {"charts/SPS"}:
         assert one[key] == two[key], key
 
 
-@pytest.mark.parametrize("case", ["Entropy", "OldNumbers", "too long", "not asked"])
+ONE_STEP = ["Entropy", "RandomState", "Twister", "Module"]
+
+
+@pytest.mark.parametrize("case", [*ONE_STEP, "Noise", "Turns", "too long", "seed", "not asked"])
 def test_environments_that_cannot_be_put_back(script, small_args, monkeypatch, capsys, case):
-    """The run goes on in new episodes and says so: environments that differ every time, that do not tell the state of
-    their random numbers, whose episode was too long to be kept. With --no-resume-episodes nothing is played again."""
-    name = probe(script, case) if case in ("Entropy", "OldNumbers") else LONGER[script.__name__]
-    _, run_dir = script.train(small_args(env_id=name))
+    """The run goes on in new episodes and says so: environments that observe, reward or end otherwise the next time, or
+    do not tell the state of their random numbers, an episode too long to be kept. With another seed, or with
+    --no-resume-episodes, nothing is played again."""
+    env_id = LONGER[script.__name__] if " " in case or case == "seed" else probe(script, case)
+    _, run_dir = script.train(small_args(env_id=env_id))
     saved = script.load_checkpoint(run_dir)
     if case == "too long":
         saved["unfinished"][0]["actions"] = saved["unfinished"][0]["actions"][-1:]
@@ -101,18 +107,18 @@ def test_environments_that_cannot_be_put_back(script, small_args, monkeypatch, c
     replayed, original = [], script.VectorMember.reset
 
     def reset(member, **options):
-        replayed.append(member.replay)
+        replayed.append(member.to_replay)
         return original(member, **options)
 
     monkeypatch.setattr(script.VectorMember, "reset", reset)
     more = {"resume": str(run_dir), "total_timesteps": 512, "resume_episodes": case != "not asked"}
     capsys.readouterr()
-    script.train(dataclasses.replace(saved["args"], **more))
-    assert ("new episodes" in capsys.readouterr().out) == (case != "not asked")
-    assert any(replayed) == (case == "Entropy")
+    script.train(dataclasses.replace(saved["args"], **more, seed=2 if case == "seed" else 1))
+    assert ("new episodes" in capsys.readouterr().out) == (case not in ("seed", "not asked"))
+    assert any(replayed) == (case in ("Entropy", "Noise", "Turns"))
     end = script.load_checkpoint(run_dir)
     assert end["global_step"] == 512 and (end["unfinished"] == [None]) == (case == "not asked")
-    if case in ("Entropy", "OldNumbers"):  # episodes of one step: none is lost, none is counted twice
+    if case in ONE_STEP:  # none is lost, none is counted twice
         assert [int(row[0]) for row in rows(run_dir)[1:]] == [step for step in range(4, 513, 4) for _ in range(4)]
 
 

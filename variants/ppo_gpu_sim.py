@@ -305,22 +305,28 @@ class VectorMember(gym.Wrapper):
     A seed reaches the global generators too, from which some environments draw."""
 
     origin = None  # of this episode: its seed, or the state of the environment's random numbers when it began
-    replay = None  # origin and actions of an episode that the next reset plays again (--resume)
+    to_replay = None  # origin and actions of an episode that the next reset plays again (--resume)
+    replayed_return = 0.0  # the sum of its rewards; NaN if it ended sooner than before
 
     def reset(self, *, seed=None, options=None):
-        (self.origin, actions), self.replay = self.replay or (seed, ()), None
-        numbers = getattr(self.np_random, "bit_generator", None)  # None: not numpy's, cannot be put back
+        self.origin, actions = self.to_replay or (seed, ())
+        self.to_replay, self.replayed_return = None, 0.0
+        numbers = getattr(self.np_random, "bit_generator", None)
         if isinstance(self.origin, int):
             seed = self.origin
             random.seed(seed)
             np.random.seed(seed % 2**32)
         elif self.origin is not None:
             numbers.state = self.origin
-        elif numbers is not None:
+        elif isinstance(numbers, np.random.PCG64):  # gymnasium's; load_checkpoint would refuse the state of others
             self.origin = numbers.state
         obs, info = self.env.reset(seed=seed, options=options)
         for action in actions:
-            obs, _, _, _, info = self.env.step(action)
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            self.replayed_return += float(reward)
+            if terminated or truncated:
+                self.replayed_return = math.nan
+                break
         return obs, self.select(info)
 
     def select(self, info):
@@ -724,11 +730,11 @@ def average_over_ranks(*tensors):
             x.copy_(part.view_as(x))
 
 
-def gather_from_ranks(value):
-    """Under torchrun: a list of the values of all ranks. Otherwise [value]."""
+def gather_from_ranks(value, small=True):
+    """Under torchrun: a list of the values of all ranks. Otherwise [value]. small: sure to fit into shared memory."""
     if not dist.is_initialized():
         return [value]
-    if shared_memory:
+    if shared_memory and small:
         message = np.frombuffer(pickle.dumps(value), np.uint8)
         return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()

@@ -572,11 +572,11 @@ def average_over_ranks(*tensors):
             x.copy_(part.view_as(x))
 
 
-def gather_from_ranks(value):
-    """Under torchrun: a list of the values of all ranks. Otherwise [value]."""
+def gather_from_ranks(value, small=True):
+    """Under torchrun: a list of the values of all ranks. Otherwise [value]. small: sure to fit into shared memory."""
     if not dist.is_initialized():
         return [value]
-    if shared_memory:
+    if shared_memory and small:
         message = np.frombuffer(pickle.dumps(value), np.uint8)
         return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
     values = [None] * dist.get_world_size()
