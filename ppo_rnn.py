@@ -23,8 +23,8 @@
     torchrun --nproc-per-node 2 ppo_rnn.py          # train in two processes, which share the environments
 
 Choices, where implementations of recurrent PPO differ:
- 1. The memory's state is carried from one rollout to the next, and is zero at the first observation of an episode:
-    episode_starts[t] belongs to observation t.
+ 1. The memory's state is carried from one rollout to the next, through a checkpoint too, and is zero at the first
+    observation of an episode: episode_starts[t] belongs to observation t.
  2. A minibatch is made of whole environments (columns of the rollout), and the gradient goes back through all their
     steps, to the start of the episode or of the rollout, whose state is stored. A new permutation for every epoch.
  3. Back-propagation through time without a loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch and
