@@ -35,18 +35,8 @@ RESULTS = ROOT / "benchmark" / "results"
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
 FIELDS += ["episodes", "seconds", "solved_at", "flags", "defaults", "versions", "commit", "hardware"]
 # Arguments that say where and how a run went, not what it did.
-WHERE_AND_HOW = {
-    "env_id",
-    "seed",
-    "exp_name",
-    "runs_dir",
-    "num_threads",
-    "resume",
-    "resume_episodes",
-    "checkpoint_interval",
-    "compile",
-}
-WHERE_AND_HOW |= {"track", "wandb_project_name", "wandb_entity", "capture_video"}
+WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "num_threads", "resume", "resume_episodes", "compile"}
+WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 # Solved: this mean return over 100 episodes. The name without the module that registers the task.
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
 SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
