@@ -431,7 +431,9 @@ def draw_curves(name):
             axis.axis("off")
         for axis, env_id in zip(axes.flat, order):
             settings = group_by(tasks[env_id,], "script", "flags")
-            for color, ((script, _), points) in enumerate(settings.items()):
+            for color, ((script, flags), points) in enumerate(settings.items()):
+                others = [set(other.split()) for name, other in settings if name == script]
+                own = [flag for flag in flags.split() if not all(flag in other for other in others)]
                 runs = [
                     np.array([[float(p[x]) / scale, float(p["mean_return"])] for p in run])
                     for run in group_by(points, "seed", "exp_name").values()
@@ -441,13 +443,8 @@ def draw_curves(name):
                 start, end = max(run[0, 0] for run in runs), min(run[-1, 0] for run in runs)
                 grid = np.linspace(start, end, CURVE_POINTS)
                 mean = np.mean([np.interp(grid, *run.T) for run in runs], 0)
-                axis.plot(
-                    grid,
-                    mean,
-                    color=f"C{color}",
-                    linewidth=2,
-                    label=f"{script}.py, {len(runs)} seed{'s' * (len(runs) > 1)}",
-                )
+                title = f"{' '.join([f'{script}.py', *own])}, {len(runs)} seed{'s' * (len(runs) > 1)}"
+                axis.plot(grid, mean, color=f"C{color}", linewidth=2, label=title)
             for column, style, text in (("cleanrl", ":", "CleanRL"), ("highest", "--", "highest PPO found")):
                 if row := published.get((env_id, column)):
                     axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1, label=text)
