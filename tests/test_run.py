@@ -104,13 +104,13 @@ def test_environments_that_cannot_be_put_back(script, small_args, monkeypatch, c
     if case == "too long":
         saved["unfinished"][0]["actions"] = saved["unfinished"][0]["actions"][-1:]
         script.save_checkpoint(run_dir, saved | {"args": vars(saved["args"]), "agent": saved["agent"].state_dict()})
-    replayed, original = [], script.VectorMember.reset
+    replayed, original = [], script.Replayable.reset
 
     def reset(member, **options):
         replayed.append(member.to_replay)
         return original(member, **options)
 
-    monkeypatch.setattr(script.VectorMember, "reset", reset)
+    monkeypatch.setattr(script.Replayable, "reset", reset)
     more = {"resume": str(run_dir), "total_timesteps": 512, "resume_episodes": case != "not asked"}
     capsys.readouterr()
     script.train(dataclasses.replace(saved["args"], **more, seed=2 if case == "seed" else 1))

@@ -304,29 +304,11 @@ class VectorMember(gym.Wrapper):
     script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
-    origin = None  # of this episode: its seed, or the state of the environment's random numbers when it began
-    to_replay = None  # origin and actions of an episode that the next reset plays again (--resume)
-    replayed_return = 0.0  # the sum of its rewards; NaN if it ended sooner than before
-
     def reset(self, *, seed=None, options=None):
-        self.origin, actions = self.to_replay or (seed, ())
-        self.to_replay, self.replayed_return = None, 0.0
-        numbers = getattr(self.np_random, "bit_generator", None)
-        if isinstance(self.origin, int):
-            seed = self.origin
+        if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-        elif self.origin is not None:
-            numbers.state = self.origin
-        elif isinstance(numbers, np.random.PCG64):  # gymnasium's; load_checkpoint would refuse the state of others
-            self.origin = numbers.state
         obs, info = self.env.reset(seed=seed, options=options)
-        for action in actions:
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            self.replayed_return += float(reward)
-            if terminated or truncated:
-                self.replayed_return = math.nan
-                break
         return obs, self.select(info)
 
     def select(self, info):
