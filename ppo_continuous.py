@@ -39,6 +39,8 @@ Choices, where implementations of PPO differ:
     learned standard deviation between exp(-1.5) and exp(-0.5), times a factor that falls from 1 to 0 along a cosine
     (--log-std-min, --log-std-max, --anneal-std). README.md has the flags that give CleanRL's settings.
 
+To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
+run folders, evaluation.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch size, D = observation size, A = action size.
 Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). `diff` shows what changes there.
 """
@@ -75,6 +77,8 @@ import tyro
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+# ========================================================================================================= command line
 
 
 @dataclasses.dataclass
@@ -190,6 +194,9 @@ def check_args(args):
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
 
 
+# ========================================================================================================= environments
+
+
 def quiet_mujoco():
     """Without this mujoco prints a deprecation warning and writes MUJOCO_LOG.TXT for every HalfCheetah it makes."""
     try:
@@ -292,6 +299,9 @@ def make_envs(args, num_envs):
         hint = "use ppo_discrete.py" if "Discrete" in kind else "a Box of real numbers is needed"
         fail(f"{args.env_id} has {kind} actions: {hint}")
     return envs
+
+
+# ================================================================================================================ agent
 
 
 class RunningMeanStd(nn.Module):
@@ -427,6 +437,9 @@ class Agent(nn.Module):
         return action.clamp(self.action_low, self.action_high).to(self.action_low.dtype).cpu().numpy()
 
 
+# ================================================================================================ advantages and losses
+
+
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
@@ -528,6 +541,9 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
+# ========================================================================================= several processes (torchrun)
+
+
 class SharedMemory:
     """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
     0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
@@ -623,6 +639,9 @@ def gather_from_ranks(value, small=True):
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
+
+
+# ================================================================================= compilation, run folders, evaluation
 
 
 def make_compiler(args, device):
@@ -840,6 +859,9 @@ def replay_episodes(envs, unfinished):
             return next_obs, infos
     print("the environments cannot be put back to where they were: new episodes")
     return None, {}
+
+
+# ============================================================================================================= training
 
 
 def train(args, stop_signals=()):

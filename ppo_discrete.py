@@ -43,6 +43,8 @@ Choices, where implementations of PPO differ:
     FIRE at the start, frame skip 4, 4 stacked frames of 84 x 84 grey; a lost life terminates for the learner, while the
     game goes on; it learns from the sign of the rewards; episodes.csv has the raw score of whole games.
 
+To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
+run folders, evaluation.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = shape of an observation, K = dimensions of an
 action, A = sum of their sizes.
 Siblings: ppo_continuous.py (Box actions), ppo_rnn.py (memory). `diff` shows what changes there.
@@ -80,6 +82,8 @@ import tyro
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+# ========================================================================================================= command line
 
 
 @dataclasses.dataclass
@@ -207,6 +211,9 @@ def check_args(args):
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
 
 
+# ========================================================================================================= environments
+
+
 def is_atari(env_id):
     return env_id.removeprefix("ale_py:").startswith("ALE/")
 
@@ -315,6 +322,9 @@ def read_action_masks(infos, num_envs, action_sizes):
     if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
         fail('infos["action_mask"] forbids every choice in some dimension of the action', 1)
     return masks
+
+
+# ================================================================================================================ agent
 
 
 class RunningMeanStd(nn.Module):
@@ -467,6 +477,9 @@ class Agent(nn.Module):
         return self.to_env_action(action).cpu().numpy()[()]
 
 
+# ================================================================================================ advantages and losses
+
+
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
@@ -567,6 +580,9 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
+# ========================================================================================= several processes (torchrun)
+
+
 class SharedMemory:
     """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
     0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
@@ -662,6 +678,9 @@ def gather_from_ranks(value, small=True):
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
+
+
+# ================================================================================= compilation, run folders, evaluation
 
 
 def make_compiler(args, device):
@@ -893,6 +912,9 @@ def replay_episodes(envs, unfinished):
             return next_obs, infos
     print("the environments cannot be put back to where they were: new episodes")
     return None, {}
+
+
+# ============================================================================================================= training
 
 
 def train(args, stop_signals=()):

@@ -42,6 +42,8 @@ Choices, where implementations of recurrent PPO differ:
  9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
     --target-kl and --desired-kl as in the siblings.
 
+To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
+run folders, evaluation.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), n = environments of a minibatch, M = T * n, D = shape of an
 observation, I = inputs of the memory, H = hidden_size, S = numbers in its state, F = features that the memory puts out.
 Siblings: ppo_discrete.py (also Atari) and ppo_continuous.py, without memory. `diff` shows what it changes.
@@ -81,6 +83,8 @@ import tyro
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+# ========================================================================================================= command line
 
 
 @dataclasses.dataclass
@@ -199,6 +203,9 @@ def check_args(args):
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
 
 
+# ========================================================================================================= environments
+
+
 def quiet_mujoco():
     """Without this mujoco prints a deprecation warning and writes MUJOCO_LOG.TXT for every HalfCheetah it makes."""
     try:
@@ -308,6 +315,9 @@ def read_action_masks(infos, num_envs, action_sizes):
     if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
         fail('infos["action_mask"] forbids every choice in some dimension of the action', 1)
     return masks
+
+
+# ================================================================================================================ agent
 
 
 class RunningMeanStd(nn.Module):
@@ -572,6 +582,9 @@ class Agent(nn.Module):
         return self.to_env_action(action).reshape(batch + self.action_shape).cpu().numpy()[()], state
 
 
+# ================================================================================================ advantages and losses
+
+
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
@@ -696,6 +709,9 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
+# ========================================================================================= several processes (torchrun)
+
+
 class SharedMemory:
     """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
     0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
@@ -791,6 +807,9 @@ def gather_from_ranks(value, small=True):
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
+
+
+# ================================================================================= compilation, run folders, evaluation
 
 
 def make_compiler(args, device):
@@ -1014,6 +1033,9 @@ def replay_episodes(envs, unfinished):
             return next_obs, infos
     print("the environments cannot be put back to where they were: new episodes")
     return None, {}
+
+
+# ============================================================================================================= training
 
 
 def train(args, stop_signals=()):

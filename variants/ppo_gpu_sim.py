@@ -83,6 +83,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+# ========================================================================================================= command line
+
 
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
@@ -219,6 +221,9 @@ def check_args(args):
         torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
+
+
+# ========================================================================================================= environments
 
 
 class VectorEnvs(Protocol):
@@ -386,6 +391,9 @@ def split_obs(obs):
     return (obs["policy"], obs.get("critic")) if isinstance(obs, dict) else (obs, None)
 
 
+# ================================================================================================================ agent
+
+
 class RunningMeanStd(nn.Module):
     """Mean and variance of all rows seen so far; buffers, so that state_dict includes them."""
 
@@ -503,6 +511,9 @@ class Agent(nn.Module):
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         mean, std = self.get_mean_and_std(obs)
         return self.bound(mean if deterministic else mean + std * torch.randn_like(mean))
+
+
+# ================================================================================================ advantages and losses
 
 
 def log_tanh_slope(x):
@@ -627,6 +638,9 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
+# ========================================================================================= several processes (torchrun)
+
+
 class SharedMemory:
     """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
     0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
@@ -722,6 +736,9 @@ def gather_from_ranks(value, small=True):
     values = [None] * dist.get_world_size()
     talk_to_ranks(dist.all_gather_object, values, value)
     return values
+
+
+# ================================================================================= compilation, run folders, evaluation
 
 
 def make_compiler(args, device):
@@ -921,6 +938,9 @@ def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
         ranks = len(checkpoint["rng_states"])
         print(f"{args.resume} was of {ranks} ranks, not {num_ranks}: new random numbers, new episodes")
     return checkpoint
+
+
+# ============================================================================================================= training
 
 
 def train(args, stop_signals=()):

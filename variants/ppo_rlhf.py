@@ -85,6 +85,8 @@ except ImportError as error:
     print(f"ppo_rlhf.py: error: {reason}: pip install -r variants/requirements.txt", file=sys.stderr)
     raise SystemExit(2) from None
 
+# ========================================================================================================= command line
+
 
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
@@ -200,6 +202,8 @@ def check_args(args):
     except (RuntimeError, AssertionError, TypeError) as error:
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
 
+
+# ================================================================================================ built-in task, models
 
 # The built-in task: speak well of what the prompt asks about. The supervised model has learned to answer from writers
 # who liked half of what they ate; the reward model has learned to tell how much they liked it.
@@ -317,6 +321,9 @@ def make_models(args, device):
     return tokenizer, *(model.to(device).eval().requires_grad_(False) for model in (reference, reward_model))
 
 
+# ================================================================================================== prompts and answers
+
+
 def load_prompts(args, tokenizer, *models):
     """Prompts as lists of token ids, each of which leaves room for an answer in what the models can see."""
     names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
@@ -393,6 +400,9 @@ def model_inputs(sequences, attention_mask):
     """Positions count real tokens: padding on the left moves nothing."""
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+
+
+# ================================================================================================ advantages and losses
 
 
 def gather_log_probs(logits, labels):
@@ -485,6 +495,9 @@ def explained_variance(values, returns):
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
+
+
+# ========================================================================================= several processes (torchrun)
 
 
 class SharedMemory:
@@ -592,6 +605,9 @@ def apply_gradient(loss, model, optimizer, max_grad_norm):
     if max_grad_norm > 0:
         clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
+
+
+# ============================================================================================== run folders, evaluation
 
 
 def make_run_folder(args):
@@ -702,6 +718,9 @@ def evaluate(run_dir, args):
         kls.append((log_probs - ref_log_probs).masked_fill(~mask, 0.0).sum(-1))
         texts += decode(tokenizer, some, sequences, mask)
     return texts, torch.cat(scores), torch.cat(kls)
+
+
+# ============================================================================================================= training
 
 
 def train(args, stop_signals=()):
