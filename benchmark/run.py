@@ -116,6 +116,9 @@ def load_script(name):
 
 def make_jobs(args, flags=()):
     """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
+    for name in ("seeds", "jobs", "eval_episodes"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
         raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}")

@@ -325,6 +325,12 @@ def test_shards_are_the_whole(suite):
             suites.make_jobs(suites.Args(suite, shard=shard))
 
 
+def test_suites_without_runs_are_refused():
+    for name in ("seeds", "jobs", "eval_episodes"):
+        with pytest.raises(SystemExit, match=f"{name.replace('_', '-')} must be at least 1"):
+            suites.make_jobs(suites.Args("classic", **{name: 0}))
+
+
 def test_ray_cluster_loses_a_node(tmp_path):
     """Two nodes on this machine, one is killed in the middle: all runs finish, each in one folder."""
     pytest.importorskip("ray", reason="ray is not installed (it is not in tests/requirements.txt)")
