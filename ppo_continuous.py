@@ -124,6 +124,7 @@ class Args:  # the comments are what --help prints
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
+    kl_coef: float = 0.01  # weight of KL(old, new), a pull back to the policy that acted, in the loss; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
     desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
@@ -513,13 +514,14 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
+    # Like the mean of -log_ratio an unbiased estimate of KL(old, new), with less variance.
+    approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy.mean(),
-        # Like the mean of -log_ratio an unbiased estimate of KL(old, new), with less variance.
-        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
+        "approx_kl": approx_kl,
         "clipfrac": (log_ratio.expm1().abs() > clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}

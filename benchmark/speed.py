@@ -130,7 +130,7 @@ def continuous_case(envs, steps, cleanrl, leanrl=None):
     """CleanRL's settings; observations and rewards are normalised by all."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
-    flags_of_ours = {"target_kl": None, "log_std_init": 0, "anneal_std": False}
+    flags_of_ours = {"kl_coef": 0, "target_kl": None, "log_std_init": 0, "anneal_std": False}
     flags_of_ours |= {"log_std_min": None, "log_std_max": None}
     mine = ours("ppo_continuous", **flags, **flags_of_ours, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}

@@ -53,6 +53,7 @@ CLEANRL = {"seed": 1, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "nor
 CLEANRL |= {
     "vf_clip_coef": None,
     "vf_coef": 0.5,
+    "kl_coef": 0.0,
     "max_grad_norm": 0.5,
     "target_kl": None,
     "recompute_advantages": False,

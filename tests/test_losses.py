@@ -73,6 +73,7 @@ def test_total_loss_of_cleanrl(script):
     inputs, expected = golden("total_loss_by_system")
     inputs |= {"new_logprob": expected["new_logprob"], "entropy": expected["entropy"] + 0 * expected["new_logprob"]}
     cleanrl = {"norm_adv": True, "clip_vloss": True, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": inputs["ent_coef"]}
+    cleanrl["kl_coef"] = 0.0
     loss, _ = loss_and_metrics(script, inputs, **cleanrl)
     torch.testing.assert_close(loss.item(), expected["cleanrl"], **EXACT)
 
@@ -87,6 +88,22 @@ def test_advantage_normalisation(script):
     torch.testing.assert_close(-torch.autograd.grad(loss, log_probs)[0] * len(x), expected["torch_minibatch"], **EXACT)
     case = {"old_logprob": torch.zeros(1), "advantages": torch.tensor([3.0])}
     assert loss_and_metrics(script, case, norm_adv=True)[1]["policy_loss"] == -3.0  # one sample: left as it is
+
+
+def test_kl_penalty(script):
+    """Where there is nothing to gain, what is left of the loss has the gradient of torch.distributions' KL divergence
+    from the policy that drew the actions."""
+    torch.manual_seed(0)
+    old = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    actions = old.sample((500_000,))
+    mean, std = parameters = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.3, 0.8)]
+    new = torch.distributions.Normal(mean, std)
+    case = {"old_logprob": old.log_prob(actions), "new_logprob": new.log_prob(actions)}
+    loss, _ = loss_and_metrics(script, case, kl_coef=2.0)
+    divergence = 2.0 * torch.distributions.kl_divergence(old, new)
+    wanted = torch.autograd.grad(divergence, parameters)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted, atol=0, rtol=0.02)
+    torch.testing.assert_close(loss, divergence, atol=0, rtol=0.02)
 
 
 def test_clip_ranges(script):
@@ -141,7 +158,7 @@ def test_gradient_and_metrics_of_sb3(script):
     sb3.set_logger(Logger(None, []))
     no_bound = {} if discrete else {"log_std_max": None}
     # vf_coef: 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
-    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, **no_bound)
+    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, kl_coef=0.0, **no_bound)
     networks = [(sb3.policy.mlp_extractor.policy_net, agent.actor[:4]), (sb3.policy.action_net, agent.actor[4])]
     networks += [(sb3.policy.mlp_extractor.value_net, agent.critic[:4]), (sb3.policy.value_net, agent.critic[4])]
     for theirs, ours in networks:
@@ -212,6 +229,7 @@ HARD = {
     "anneal_clip": True,
     "desired_kl": 0.01,
     "max_grad_norm": 0.1,
+    "kl_coef": 0.1,
 }
 
 
