@@ -33,10 +33,13 @@ Choices, where implementations of PPO differ:
  6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are not normalised (--norm-adv does).
  7. --target-kl ends an update at the first minibatch whose approximate KL exceeds 1.5 times the target, before its
     step (SB3). --desired-kl adapts the learning rate in every minibatch (as rsl_rl does, but with the approximate KL).
+    --kl-coef adds the approximate KL to the loss: where advantages are next to nothing, Adam, which divides a gradient
+    by its size, would otherwise let noise move the policy as far as anything else.
  8. Orthogonal initialisation; Adam with eps 1e-5; one gradient norm over all parameters; a new permutation every epoch.
  9. What carries the results (benchmark/NOTES.md): many environments with short rollouts (100 x 20) whose episodes do
-    not all end together (--stagger-envs); a KL limit that binds only where updates are far too large; little noise: a
-    learned standard deviation between exp(-1.5) and exp(-0.5), times a factor that falls from 1 to 0 along a cosine
+    not all end together (--stagger-envs); a KL limit that binds only where updates are far too large, and a weak pull
+    back to the policy that acted, which is felt where there is little to learn (--kl-coef); little noise: a learned
+    standard deviation between exp(-1.5) and exp(-0.5), times a factor that falls from 1 to 0 along a cosine
     (--log-std-min, --log-std-max, --anneal-std). README.md has the flags that give CleanRL's settings.
 
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
@@ -175,7 +178,8 @@ def check_args(args):
             fail(f"{flag} must be a finite number, not {value}")
         if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
             fail(f"{flag} must be between 0 and 1, not {value}")
-        if field.name.endswith(("seed", "_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
+        not_negative = field.name.endswith(("seed", "_rate", "clip_coef", "kl_coef", "_norm", "_kl"))
+        if not_negative and value is not None and value < 0:
             fail(f"{flag} must not be negative, not {value}")
     if args.num_envs % (num_ranks := count_ranks()):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")

@@ -35,6 +35,7 @@ Choices, where implementations of PPO differ:
  6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
  7. --target-kl ends an update at the first minibatch whose approximate KL exceeds 1.5 times the target, before its
     step (SB3). --desired-kl adapts the learning rate in every minibatch (as rsl_rl does, but with the approximate KL).
+    --kl-coef adds the approximate KL to the loss (PPO's penalty, at a constant weight); off by default.
  8. Orthogonal initialisation; Adam with eps 1e-5; one gradient norm over all parameters; a new permutation every epoch.
     The default settings are for vectors (benchmark/NOTES.md); README.md has the flags that give CleanRL's.
  9. uint8 images of 36 x 36 pixels and more, channels first or last, go through the Nature CNN, which actor and critic
@@ -197,7 +198,8 @@ def check_args(args):
             fail(f"{flag} must be a finite number, not {value}")
         if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
             fail(f"{flag} must be between 0 and 1, not {value}")
-        if field.name.endswith(("seed", "_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
+        not_negative = field.name.endswith(("seed", "_rate", "clip_coef", "kl_coef", "_norm", "_kl"))
+        if not_negative and value is not None and value < 0:
             fail(f"{flag} must not be negative, not {value}")
     if args.num_envs % (num_ranks := count_ranks()):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")

@@ -40,7 +40,7 @@ Choices, where implementations of recurrent PPO differ:
  8. Discrete is MultiDiscrete with one dimension; what infos["action_mask"] forbids has probability 0, update
     included. Box actions are clipped for the environment only; log-probabilities are those of the unclipped ones.
  9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
-    --target-kl and --desired-kl as in the siblings.
+    --target-kl, --desired-kl and --kl-coef as in the siblings.
 
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
 run folders, evaluation.
@@ -185,7 +185,8 @@ def check_args(args):
             fail(f"{flag} must be a finite number, not {value}")
         if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
             fail(f"{flag} must be between 0 and 1, not {value}")
-        if field.name.endswith(("seed", "_rate", "clip_coef", "_norm", "_kl")) and value is not None and value < 0:
+        not_negative = field.name.endswith(("seed", "_rate", "clip_coef", "kl_coef", "_norm", "_kl"))
+        if not_negative and value is not None and value < 0:
             fail(f"{flag} must not be negative, not {value}")
     if args.num_envs % (num_ranks := count_ranks()):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")

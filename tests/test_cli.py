@@ -76,6 +76,7 @@ BAD = {
     "not a probability": ({"gamma": 1.5}, "--gamma must be between 0 and 1, not 1.5"),
     "NaN": ({"learning_rate": "nan"}, "--learning-rate must be a finite number"),
     "negative": ({"clip_coef": -0.1}, "--clip-coef must not be negative"),
+    "negative penalty": ({"kl_coef": -0.1}, "--kl-coef must not be negative"),
     "negative seed": ({"seed": -1}, "--seed must not be negative"),
     "huge seed": ({"seed": 2**63}, "--seed must be below 2**63"),
     "no such device": ({"device": "tpu9"}, "--device tpu9"),
