@@ -30,17 +30,17 @@ Choices, where implementations of PPO differ:
  4. The critic runs after the rollout, over all of it at once, and again before every epoch but the first
     (--recompute-advantages), so that no advantage is more than an epoch old.
  5. Actions are clipped to their bounds for the environment only; log-probabilities are those of the unclipped actions.
- 6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are not normalised (--norm-adv does).
+ 6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are not normalised unless --norm-adv.
  7. --target-kl ends an update at the first minibatch whose approximate KL exceeds 1.5 times the target, before its
     step (SB3). --desired-kl adapts the learning rate in every minibatch (as rsl_rl does, but with the approximate KL).
-    --kl-coef adds the approximate KL to the loss: where advantages are next to nothing, Adam, which divides a gradient
-    by its size, would otherwise let noise move the policy as far as anything else.
+    --kl-coef adds the approximate KL to the loss. Adam gives small gradients the same step size as large ones: where
+    advantages are almost 0, noise would otherwise move the policy as far as a signal does.
  8. Orthogonal initialisation; Adam with eps 1e-5; one gradient norm over all parameters; a new permutation every epoch.
  9. What carries the results (benchmark/NOTES.md): many environments with short rollouts (100 x 20) whose episodes do
     not all end together (--stagger-envs); a KL limit that binds only where updates are far too large, and a weak pull
-    back to the policy that acted, which is felt where there is little to learn (--kl-coef); little noise: a learned
-    standard deviation between exp(-1.5) and exp(-0.5), times a factor that falls from 1 to 0 along a cosine
-    (--log-std-min, --log-std-max, --anneal-std). README.md has the flags that give CleanRL's settings.
+    back to the policy that acted (--kl-coef); little noise: a learned standard deviation between exp(-1.5) and
+    exp(-0.5), times a factor that falls from 1 to 0 along a cosine (--log-std-min, --log-std-max, --anneal-std).
+    README.md has the flags that give CleanRL's settings.
 
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
 run folders, evaluation.
@@ -90,7 +90,7 @@ class Args:  # the comments are what --help prints
     exp_name: str = "ppo_continuous"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of networks, policy noise and environments (each environment gets its own)
-    torch_deterministic: bool = True  # deterministic cuDNN kernels only; CPU runs with equal seeds are bit-equal anyway
+    torch_deterministic: bool = True  # deterministic cuDNN kernels only; on a CPU equal seeds are bit-equal anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
@@ -116,23 +116,23 @@ class Args:  # the comments are what --help prints
     learning_rate: float = 3e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end (low bias)
+    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
     num_minibatches: int = 25  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
     recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
-    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # the larger of the value's error and that of the value clipped to near the old one
+    clip_vloss: bool = False  # value loss: the larger of the error and that of the value clipped to near the old one
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.01  # weight of KL(old, new), a pull back to the policy that acted, in the loss; 0: none
+    kl_coef: float = 0.01  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
     desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
     log_std_init: float = -0.5  # initial log of the policy's standard deviation, in units of the action
-    anneal_std: bool = True  # multiply the learned standard deviation by a cosine that falls from 1 to 0
+    anneal_std: bool = True  # scale the learned standard deviation by a cosine from 1 to 0 over the run
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
     log_std_min: float | None = -1.5  # lower bound on the learned log_std, before --anneal-std; None: none
     log_std_max: float | None = -0.5  # upper bound on it, plus max(0, log(largest |action|)); None: none
@@ -188,6 +188,7 @@ def check_args(args):
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs * num_steps = {rank_batch_size}{of_rank}")
     if args.log_std_min is not None and args.log_std_init < args.log_std_min:
         fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
+    # clamp_log_std may raise this bound by the reach of the actions, unknown before there is an environment.
     if args.log_std_max is not None and args.log_std_init > args.log_std_max:
         fail(f"--log-std-init {args.log_std_init} is above --log-std-max {args.log_std_max}")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
@@ -227,9 +228,9 @@ class StaggeredStart(gym.Wrapper):
 
 
 class VectorMember(gym.Wrapper):
-    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
-    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
-    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    """An environment as one of a vector. Final observations are copied: an environment that reuses one array would
+    overwrite the last of an episode with the first of the next at the reset. Only infos that a script reads are passed
+    on: the vector cannot collect infos that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
@@ -322,7 +323,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """T updates at once: x (T, N, size) of any dtype, row by row -> the variance after each of them, (T, size)"""
+        """T updates at once, each with N rows: x (T, N, size) of any dtype -> the variance after each, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around 0 would lose digits
         x, mean = x - center, self.mean - center
@@ -341,8 +342,8 @@ class RunningMeanStd(nn.Module):
         return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
     def pool(self, center, before):
-        """Under torchrun: take in what the other ranks saw since `before`, the sums around `center` when all ranks
-        were last equal. `center` is the mean of that time: sums around 0 would lose the digits of the variance."""
+        """Under torchrun: add what the other ranks saw since all ranks were last equal. center and before: the mean and
+        sums(mean) of that time; sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
         news = self.sums(center) - before
@@ -354,16 +355,16 @@ class RunningMeanStd(nn.Module):
         self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
-def layer_init(layer, std=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
-    nn.init.orthogonal_(layer.weight, std)
+def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-def mlp(input_size, output_size, std):
+def mlp(input_size, output_size, gain):
     # Two tanh layers of 64, as in Schulman et al. (2017).
     hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), std))
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), gain))
 
 
 class Agent(nn.Module):
@@ -380,9 +381,9 @@ class Agent(nn.Module):
         self.obs_rms = RunningMeanStd((obs_size,))
         self.return_rms = RunningMeanStd((1,))
         self.register_buffer("log_std_shift", torch.zeros(1))  # log of --anneal-std's factor
-        self.critic = mlp(obs_size, 1, std=1.0)
-        # std 0.01: the mean starts close to 0 everywhere, so that the first policy is the same noise in every state.
-        self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, std=0.01)
+        self.critic = mlp(obs_size, 1, gain=1.0)
+        # gain 0.01: the mean starts close to 0 everywhere, so that the first policy is the same noise in every state.
+        self.actor = mlp(obs_size, 2 * action_size if args.state_dependent_std else action_size, gain=0.01)
         if not args.state_dependent_std:
             self.log_std = nn.Parameter(torch.full((action_size,), float(args.log_std_init)))
 
@@ -410,8 +411,8 @@ class Agent(nn.Module):
         return mean, log_std + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        """The learned log_std (..., A), clamped to --log-std-min and --log-std-max. The latter is scaled by the largest
-        |action| where that exceeds 1: noise that is large for a range of 1 is small for one of 3."""
+        """The learned log_std (..., A), clamped to --log-std-min and --log-std-max. The largest std is scaled by the
+        largest |action| where that exceeds 1: noise that is large for a range of 1 is small for one of 3."""
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
@@ -429,7 +430,7 @@ class Agent(nn.Module):
             action = mean + log_std.exp() * torch.randn_like(mean)
         z = (action - mean) / log_std.exp()
         log_prob = -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
-        # Of the unclipped normal distribution, in nats; it depends on log_std alone, and so does --ent-coef's gradient.
+        # Of the unclipped normal distribution, in nats; a function of log_std alone.
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
         return action, log_prob, entropy, self.get_value(obs)
 
@@ -448,8 +449,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
-    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, reset to 0 after an end, to the next rollout; it and
-    return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
+    discounted_returns (N,), G_t = r_t + gamma * G_{t-1}, restarts from 0 after an end and carries over to the next
+    rollout. It and return_rms are updated here. ended (T, N) bool. As in baselines and SB3: no mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -493,7 +494,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
+    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -518,7 +519,7 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # Like the mean of -log_ratio an unbiased estimate of KL(old, new), with less variance.
+    # Unbiased for KL(old, new), as the mean of -log_ratio is, with less variance; so is its gradient, for --kl-coef.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -653,9 +654,9 @@ def gather_from_ranks(value, small=True):
 def make_compiler(args, device):
     """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
 
-    A function is compiled at its first call. From then on numbers it closes over are constants, tensors may change in
-    place only: torch's guards, which would check this at every call, take as long as these networks. Other shapes are
-    still an error."""
+    A function is compiled at its first call. From then on, numbers it closes over are constants and tensors may only
+    change in place: torch's guards, which would check this at every call, cost as much as these networks. Arguments of
+    another shape are still an error."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
@@ -948,6 +949,7 @@ def train(args, stop_signals=()):
     @compiled
     def compute_gradient(*minibatch):
         loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)
+        # One vector, as flat_parameters is: ranks average it, Adam takes its step with it.
         return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
 
     @torch.no_grad()
@@ -1026,7 +1028,7 @@ def train(args, stop_signals=()):
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        # The factor sin(pi/2 * remaining) falls from 1 to 0 along a quarter of a cosine. It is kept apart from log_std:
+        # This factor falls from 1 to 0 like cos(pi/2 * progress), progress = 1 - remaining. It is kept out of log_std:
         # Adam and the bounds see only what is learned.
         agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # beyond its bounds it would get no gradient and stay there
@@ -1039,7 +1041,7 @@ def train(args, stop_signals=()):
         for t in range(T):
             env_actions = act(torch.from_numpy(next_obs).to(device), obs[t], actions[t], log_probs[t]).cpu().numpy()
             env_actions = env_actions.reshape(envs.action_space.shape)
-            action_log.append(env_actions.copy())
+            action_log.append(env_actions.copy())  # an environment may write into its action
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
 
@@ -1069,16 +1071,17 @@ def train(args, stop_signals=()):
         # For bootstrapping only: the next rollout counts and normalises this observation again.
         last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))
         rollout = (obs, last_obs, torch.cat(final_obs), rewards, terminations, truncations, args.gamma, args.gae_lambda)
+        # Not compiled: the number of final observations differs between rollouts.
         values, advantages, returns = estimate_advantages(agent, *rollout)
-        # Of the critic that has not seen these returns: explained_variance says how well it predicts.
+        # From before the update: explained_variance is that of a critic that has not seen these returns.
         old_values, old_returns = values, returns
 
-        # After the last normalize_obs of this rollout, which uses what its own rank had seen, as acting did.
+        # Only now: normalize_obs above used what this rank itself had seen, as acting did.
         for rms, before in zip(statistics, sums_before):
             rms.pool(*before)
 
         # -------------------------------------------------------------------------------------------- update
-        all_metrics, stop_update = [], False
+        all_metrics = []
         for epoch in range(args.update_epochs):
             if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
                 values, advantages, returns = estimate_advantages(agent, *rollout)
@@ -1089,6 +1092,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(*minibatch)
                 if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
                     metrics["approx_kl"].zero_()
+                # The KL too: all ranks must stop, or adapt the learning rate, in the same minibatch.
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
@@ -1107,7 +1111,7 @@ def train(args, stop_signals=()):
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
-        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # 32 MB at most
+        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # at most 10**5 steps and 32 MB
         del action_log[: -max(1, kept)]  # np.stack needs one
         if saving:
             rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
@@ -1129,7 +1133,7 @@ def train(args, stop_signals=()):
                 break
             continue
         scalars = {name: value.item() for name, value in scalars.items()}
-        # explained_variance is not asked: NaN where all returns are equal.
+        # explained_variance is left out: it is NaN where all returns are equal.
         if not all(math.isfinite(scalars[f"losses/{name}"]) for name in all_metrics[0]):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         scalars["charts/learning_rate"] = lr.item()

@@ -32,7 +32,7 @@ Choices, where implementations of PPO differ:
     the first, so that no advantage is more than an epoch old.
  5. Discrete is MultiDiscrete with one dimension. Every dimension has a softmax of its own; log-probabilities and
     entropies are sums over dimensions. What infos["action_mask"] forbids has probability 0, in the update too.
- 6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
+ 6. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised unless --no-norm-adv.
  7. --target-kl ends an update at the first minibatch whose approximate KL exceeds 1.5 times the target, before its
     step (SB3). --desired-kl adapts the learning rate in every minibatch (as rsl_rl does, but with the approximate KL).
     --kl-coef adds the approximate KL to the loss (PPO's penalty, at a constant weight); off by default.
@@ -42,12 +42,12 @@ Choices, where implementations of PPO differ:
     share; they are stored as uint8 and divided by 255. Every other observation is flattened into a vector.
 10. ALE games are played as in the published PPO tables: no sticky actions (--sticky-actions), 30 no-ops at most and
     FIRE at the start, frame skip 4, 4 stacked frames of 84 x 84 grey; a lost life terminates for the learner, while the
-    game goes on; it learns from the sign of the rewards; episodes.csv has the raw score of whole games.
+    game goes on; only the sign of rewards is learned from; episodes.csv has the raw score of whole games.
 
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
 run folders, evaluation.
-Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch, D = shape of an observation, K = dimensions of an
-action, A = sum of their sizes.
+Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = minibatch size, D = shape of an observation, K = dimensions
+of an action, A = sum of their sizes.
 Siblings: ppo_continuous.py (Box actions), ppo_rnn.py (memory). `diff` shows what changes there.
 """
 
@@ -93,7 +93,7 @@ class Args:  # the comments are what --help prints
     exp_name: str = "ppo_discrete"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of networks, policy noise and environments (each environment gets its own)
-    torch_deterministic: bool = True  # deterministic cuDNN kernels only; CPU runs with equal seeds are bit-equal anyway
+    torch_deterministic: bool = True  # deterministic cuDNN kernels only; on a CPU equal seeds are bit-equal anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
@@ -121,18 +121,18 @@ class Args:  # the comments are what --help prints
     learning_rate: float = 1e-3  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end (low bias)
+    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
     num_minibatches: int = 8  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
     recompute_advantages: bool = False  # compute values, advantages and returns again before every epoch but the first
-    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # the larger of the value's error and that of the value clipped to near the old one
+    clip_vloss: bool = False  # value loss: the larger of the error and that of the value clipped to near the old one
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new), a pull back to the policy that acted, in the loss; 0: none
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
     desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
@@ -209,6 +209,7 @@ def check_args(args):
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
+        # In float64, which the statistics need: mps, which has none, is refused here.
         torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
@@ -228,9 +229,9 @@ def is_image(space):
 
 
 class VectorMember(gym.Wrapper):
-    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
-    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
-    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    """An environment as one of a vector. Final observations are copied: an environment that reuses one array would
+    overwrite the last of an episode with the first of the next at the reset. Only infos that a script reads are passed
+    on: the vector cannot collect infos that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
@@ -279,6 +280,7 @@ class Replayable(VectorMember):
 def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
+    # NEXT_STEP, gymnasium's default, puts a step that ignores its action between two episodes.
     same_step = gym.vector.AutoresetMode.SAME_STEP
     options = {"autoreset_mode": same_step}
     if args.async_envs and sys.platform == "linux":
@@ -295,6 +297,7 @@ def make_envs(args, num_envs):
     try:
         envs = make() if is_atari(args.env_id) else make(wrappers=[Replayable])
         obs_space = envs.single_observation_space
+        # Only where observations are not vectors already: FlattenObservation costs time in every step.
         if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
             envs.close()
             envs = make(wrappers=[Replayable, gym.wrappers.FlattenObservation])
@@ -343,7 +346,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """T updates at once: x (T, N, size) of any dtype, row by row -> the variance after each of them, (T, size)"""
+        """T updates at once, each with N rows: x (T, N, size) of any dtype -> the variance after each, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around 0 would lose digits
         x, mean = x - center, self.mean - center
@@ -362,8 +365,8 @@ class RunningMeanStd(nn.Module):
         return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
     def pool(self, center, before):
-        """Under torchrun: take in what the other ranks saw since `before`, the sums around `center` when all ranks
-        were last equal. `center` is the mean of that time: sums around 0 would lose the digits of the variance."""
+        """Under torchrun: add what the other ranks saw since all ranks were last equal. center and before: the mean and
+        sums(mean) of that time; sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
         news = self.sums(center) - before
@@ -375,16 +378,16 @@ class RunningMeanStd(nn.Module):
         self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
-def layer_init(layer, std=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
-    nn.init.orthogonal_(layer.weight, std)
+def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-def mlp(input_size, output_size, std):
+def mlp(input_size, output_size, gain):
     # Two tanh layers of 64, as in Schulman et al. (2017).
     hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), std))
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), gain))
 
 
 class NatureCNN(nn.Module):
@@ -421,12 +424,12 @@ class Agent(nn.Module):
         self.sees_images = len(obs_shape) == 3
         if self.sees_images:
             self.encoder = NatureCNN(obs_shape)
-            self.critic = layer_init(nn.Linear(512, 1), std=1.0)
-            self.actor = layer_init(nn.Linear(512, sum(self.sizes)), std=0.01)
+            self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
+            self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
         else:
             self.encoder = nn.Identity()
-            self.critic = mlp(obs_shape[0], 1, std=1.0)
-            self.actor = mlp(obs_shape[0], sum(self.sizes), std=0.01)
+            self.critic = mlp(obs_shape[0], 1, gain=1.0)
+            self.actor = mlp(obs_shape[0], sum(self.sizes), gain=0.01)
 
     def normalize_obs(self, raw_obs):
         """(..., *D) of any number type -> (..., *D) float32; images stay as they are"""
@@ -434,6 +437,7 @@ class Agent(nn.Module):
             return raw_obs
         if not self.args.norm_obs:
             return raw_obs.float()
+        # float64 until the end: means far from 0 would cost float32 its digits. 1e-8 and 10 are those of baselines.
         return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def get_value(self, obs):
@@ -486,8 +490,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
-    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, reset to 0 after an end, to the next rollout; it and
-    return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
+    discounted_returns (N,), G_t = r_t + gamma * G_{t-1}, restarts from 0 after an end and carries over to the next
+    rollout. It and return_rms are updated here. ended (T, N) bool. As in baselines and SB3: no mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -531,7 +535,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
+    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -556,6 +560,7 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
+    # Unbiased for KL(old, new), as the mean of -log_ratio is, with less variance; so is its gradient, for --kl-coef.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -690,9 +695,9 @@ def gather_from_ranks(value, small=True):
 def make_compiler(args, device):
     """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
 
-    A function is compiled at its first call. From then on numbers it closes over are constants, tensors may change in
-    place only: torch's guards, which would check this at every call, take as long as these networks. Other shapes are
-    still an error."""
+    A function is compiled at its first call. From then on, numbers it closes over are constants and tensors may only
+    change in place: torch's guards, which would check this at every call, cost as much as these networks. Arguments of
+    another shape are still an error."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
@@ -991,15 +996,19 @@ def train(args, stop_signals=()):
         """raw_obs (N, *D), action_mask (N, A) -> actions for the environments. What the update needs, obs (N, *D),
         action (N, K) and log_prob (N,), is written into the rows of the rollout that are given."""
         if args.norm_obs and not agent.sees_images:
+            # Counted before it is normalised, once for each step; final observations are never counted.
             agent.obs_rms.update(raw_obs.unsqueeze(0))
         obs = agent.normalize_obs(raw_obs)
+        # Entropy and value are not used: compiled, they are not computed either.
         action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
         return agent.to_env_action(action)
 
+    # Two calls, not one: between them ranks average, and --target-kl decides whether the step is taken.
     @compiled
     def compute_gradient(*minibatch):
         loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)
+        # One vector, as flat_parameters is: ranks average it, Adam takes its step with it.
         return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]), metrics
 
     @torch.no_grad()
@@ -1030,6 +1039,7 @@ def train(args, stop_signals=()):
         if args.track:
             import wandb
 
+            # The folder's name as the id: a resumed run goes on in the same run of wandb.
             name = run_dir.resolve().name  # Path(".") has none
             run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
@@ -1068,6 +1078,7 @@ def train(args, stop_signals=()):
     while iteration < num_iterations:
         iteration += 1
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
+        # In place (fill_), here and below: compiled functions hold these tensors.
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
@@ -1082,7 +1093,7 @@ def train(args, stop_signals=()):
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
             seen = torch.from_numpy(next_obs).to(device), torch.from_numpy(step_masks[t]).to(device)
             env_actions = act(*seen, obs[t], actions[t], log_probs[t]).cpu().numpy()
-            action_log.append(env_actions.copy())
+            action_log.append(env_actions.copy())  # an environment may write into its action
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
             step_rewards[t] = np.sign(reward) if args.clip_reward else reward
             step_terminations[t], step_truncations[t] = terminated, truncated
@@ -1096,6 +1107,7 @@ def train(args, stop_signals=()):
                 )
             if truncated.any():
                 raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
+                # Step by step, environment by environment: the order of truncations.nonzero().
                 final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
             over = terminated | truncated
             if is_atari(args.env_id):  # a lost life does not end the game; in a new game the count of frames restarts
@@ -1111,16 +1123,20 @@ def train(args, stop_signals=()):
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
+        # For bootstrapping only: the next rollout counts and normalises this observation again.
         last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))
         rollout = (obs, last_obs, torch.cat(final_obs), rewards, terminations, truncations, args.gamma, args.gae_lambda)
+        # Not compiled: the number of final observations differs between rollouts.
         values, advantages, returns = estimate_advantages(agent, *rollout)
+        # From before the update: explained_variance is that of a critic that has not seen these returns.
         old_values, old_returns = values, returns
 
+        # Only now: normalize_obs above used what this rank itself had seen, as acting did.
         for rms, before in zip(statistics, sums_before):
             rms.pool(*before)
 
         # -------------------------------------------------------------------------------------------- update
-        all_metrics, stop_update = [], False
+        all_metrics = []
         for epoch in range(args.update_epochs):
             if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
                 values, advantages, returns = estimate_advantages(agent, *rollout)
@@ -1132,6 +1148,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(*minibatch)
                 if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
                     metrics["approx_kl"].zero_()
+                # The KL too: all ranks must stop, or adapt the learning rate, in the same minibatch.
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
@@ -1150,7 +1167,7 @@ def train(args, stop_signals=()):
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
-        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # 32 MB at most
+        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # at most 10**5 steps and 32 MB
         del action_log[: -max(1, kept)]  # np.stack needs one
         if saving:
             rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
@@ -1171,6 +1188,7 @@ def train(args, stop_signals=()):
                 break
             continue
         scalars = {name: value.item() for name, value in scalars.items()}
+        # explained_variance is left out: it is NaN where all returns are equal.
         if not all(math.isfinite(scalars[f"losses/{name}"]) for name in all_metrics[0]):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
@@ -1181,6 +1199,7 @@ def train(args, stop_signals=()):
             scalars["charts/last_100_return"] = np.mean(recent_returns)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
         if args.track:
+            # wandb takes one value per step: means over the episodes of the iteration.
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
                 scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
@@ -1193,6 +1212,7 @@ def train(args, stop_signals=()):
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
         # -------------------------------------------------------------------------------------------- checkpoint
+        # After the log: a checkpoint never knows of episodes that are not on disk.
         if saving:
             checkpoint = {
                 "script": "ppo_discrete",

@@ -39,7 +39,7 @@ Choices, where implementations of recurrent PPO differ:
     (--recompute-advantages): no advantage is more than an epoch old.
  8. Discrete is MultiDiscrete with one dimension; what infos["action_mask"] forbids has probability 0, update
     included. Box actions are clipped for the environment only; log-probabilities are those of the unclipped ones.
- 9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised (--no-norm-adv).
+ 9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised unless --no-norm-adv.
     --target-kl, --desired-kl and --kl-coef as in the siblings.
 
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
@@ -93,7 +93,7 @@ class Args:  # the comments are what --help prints
     exp_name: str = "ppo_rnn"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of networks, policy noise and environments (each environment gets its own)
-    torch_deterministic: bool = True  # deterministic cuDNN kernels only; CPU runs with equal seeds are bit-equal anyway
+    torch_deterministic: bool = True  # deterministic cuDNN kernels only; on a CPU equal seeds are bit-equal anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
@@ -119,7 +119,7 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, in units of the action
-    anneal_std: bool = False  # Box: multiply the learned standard deviation by a cosine that falls from 1 to 0
+    anneal_std: bool = False  # Box: scale the learned standard deviation by a cosine from 1 to 0 over the run
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: none
     log_std_max: float | None = None  # Box: upper bound on it, plus max(0, log(largest |action|)); None: none
@@ -128,18 +128,18 @@ class Args:  # the comments are what --help prints
     learning_rate: float = 2.5e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end (low bias)
+    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
     num_minibatches: int = 4  # minibatches per epoch, each of whole environments; must divide num_envs
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
     recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
-    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # the larger of the value's error and that of the value clipped to near the old one
+    clip_vloss: bool = False  # value loss: the larger of the error and that of the value clipped to near the old one
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new), a pull back to the policy that acted, in the loss; 0: none
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
     desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
@@ -195,11 +195,13 @@ def check_args(args):
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}{of_rank}")
     if args.log_std_min is not None and args.log_std_init < args.log_std_min:
         fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
+    # clamp_log_std may raise this bound by the reach of the actions, unknown before there is an environment.
     if args.log_std_max is not None and args.log_std_init > args.log_std_max:
         fail(f"--log-std-init {args.log_std_init} is above --log-std-max {args.log_std_max}")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     try:
+        # In float64, which the statistics need: mps, which has none, is refused here.
         torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
@@ -225,9 +227,9 @@ def is_image(space):
 
 
 class VectorMember(gym.Wrapper):
-    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
-    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
-    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    """An environment as one of a vector. Final observations are copied: an environment that reuses one array would
+    overwrite the last of an episode with the first of the next at the reset. Only infos that a script reads are passed
+    on: the vector cannot collect infos that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
@@ -277,6 +279,7 @@ def make_envs(args, num_envs):
     """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
     the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
     quiet_mujoco()
+    # NEXT_STEP, gymnasium's default, puts a step that ignores its action between two episodes.
     same_step = gym.vector.AutoresetMode.SAME_STEP
     options = {"autoreset_mode": same_step}
     if args.async_envs and sys.platform == "linux":
@@ -286,6 +289,7 @@ def make_envs(args, num_envs):
     try:
         envs = make(wrappers=[Replayable])
         obs_space = envs.single_observation_space
+        # Only where observations are not vectors already: FlattenObservation costs time in every step.
         if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
             envs.close()
             envs = make(wrappers=[Replayable, gym.wrappers.FlattenObservation])
@@ -335,7 +339,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """T updates at once: x (T, N, size) of any dtype, row by row -> the variance after each of them, (T, size)"""
+        """T updates at once, each with N rows: x (T, N, size) of any dtype -> the variance after each, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around 0 would lose digits
         x, mean = x - center, self.mean - center
@@ -354,8 +358,8 @@ class RunningMeanStd(nn.Module):
         return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
     def pool(self, center, before):
-        """Under torchrun: take in what the other ranks saw since `before`, the sums around `center` when all ranks
-        were last equal. `center` is the mean of that time: sums around 0 would lose the digits of the variance."""
+        """Under torchrun: add what the other ranks saw since all ranks were last equal. center and before: the mean and
+        sums(mean) of that time; sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
         news = self.sums(center) - before
@@ -367,16 +371,16 @@ class RunningMeanStd(nn.Module):
         self.var.copy_((squares / counts - mean.square()).clamp(min=0))
 
 
-def layer_init(layer, std=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
-    nn.init.orthogonal_(layer.weight, std)
+def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-def mlp(input_size, output_size, std):
+def mlp(input_size, output_size, gain):
     # Two tanh layers of 64, as in Schulman et al. (2017).
     hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), std))
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), gain))
 
 
 class NatureCNN(nn.Module):
@@ -471,11 +475,11 @@ class Agent(nn.Module):
             Memory(args.cell, input_size, args.hidden_size) for _ in range(1 + args.separate_critic_rnn)
         )
         if self.sees_images:
-            self.critic = layer_init(nn.Linear(args.hidden_size, 1), std=1.0)
-            self.actor = layer_init(nn.Linear(args.hidden_size, outputs), std=0.01)
+            self.critic = layer_init(nn.Linear(args.hidden_size, 1), gain=1.0)
+            self.actor = layer_init(nn.Linear(args.hidden_size, outputs), gain=0.01)
         else:
-            self.critic = mlp(args.hidden_size, 1, std=1.0)
-            self.actor = mlp(args.hidden_size, outputs, std=0.01)
+            self.critic = mlp(args.hidden_size, 1, gain=1.0)
+            self.actor = mlp(args.hidden_size, outputs, gain=0.01)
         if not self.is_discrete and not args.state_dependent_std:
             self.log_std = nn.Parameter(torch.full((outputs,), float(args.log_std_init)))
 
@@ -485,6 +489,7 @@ class Agent(nn.Module):
             return raw_obs
         if not self.args.norm_obs:
             return raw_obs.float()
+        # float64 until the end: means far from 0 would cost float32 its digits. 1e-8 and 10 are those of baselines.
         return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def initial_state(self, num_envs):
@@ -527,8 +532,8 @@ class Agent(nn.Module):
         return mean, log_std + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        """The learned log_std (..., A), clamped to --log-std-min and --log-std-max. The latter is scaled by the largest
-        |action| where that exceeds 1: noise that is large for a range of 1 is small for one of 3."""
+        """The learned log_std (..., A), clamped to --log-std-min and --log-std-max. The largest std is scaled by the
+        largest |action| where that exceeds 1: noise that is large for a range of 1 is small for one of 3."""
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
@@ -590,8 +595,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
 
-    discounted_returns (N,) carries G_t = r_t + gamma * G_{t-1}, reset to 0 after an end, to the next rollout; it and
-    return_rms are updated here. ended (T, N) bool. As in baselines and SB3; the mean is not subtracted."""
+    discounted_returns (N,), G_t = r_t + gamma * G_{t-1}, restarts from 0 after an end and carries over to the next
+    rollout. It and return_rms are updated here. ended (T, N) bool. As in baselines and SB3: no mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -657,7 +662,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
+    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -684,6 +689,7 @@ def ppo_loss(
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
+    # Unbiased for KL(old, new), as the mean of -log_ratio is, with less variance; so is its gradient, for --kl-coef.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -818,9 +824,9 @@ def gather_from_ranks(value, small=True):
 def make_compiler(args, device):
     """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
 
-    A function is compiled at its first call. From then on numbers it closes over are constants, tensors may change in
-    place only: torch's guards, which would check this at every call, take as long as these networks. Other shapes are
-    still an error."""
+    A function is compiled at its first call. From then on, numbers it closes over are constants and tensors may only
+    change in place: torch's guards, which would check this at every call, cost as much as these networks. Arguments of
+    another shape are still an error."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
@@ -1121,9 +1127,11 @@ def train(args, stop_signals=()):
         state. What the update needs, obs (N, *D), action (N, K or A) and log_prob (N,), is written into the rows of the
         rollout that are given."""
         if args.norm_obs and not agent.sees_images:
+            # Counted before it is normalised, once for each step; final observations are never counted.
             agent.obs_rms.update(raw_obs.unsqueeze(0))
         obs = agent.normalize_obs(raw_obs)
         features, state = agent.remember(obs, state.masked_fill(episode_start.unsqueeze(1), 0.0))
+        # Entropy and value are not used: compiled, they are not computed either.
         action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
         return agent.to_env_action(action), state
@@ -1131,6 +1139,7 @@ def train(args, stop_signals=()):
     memory_parameters = [*agent.encoder.parameters(), *agent.memories.parameters()]
     head_parameters = [parameter for parameter in parameters if all(parameter is not p for p in memory_parameters)]
 
+    # Apart from apply_gradient: between them ranks average, and --target-kl decides whether the step is taken.
     @compiled
     def compute_head_gradients(features, *minibatch):
         """features (M, F), which need a gradient -> gradients of the features and of all parameters behind them"""
@@ -1175,6 +1184,7 @@ def train(args, stop_signals=()):
         if args.track:
             import wandb
 
+            # The folder's name as the id: a resumed run goes on in the same run of wandb.
             name = run_dir.resolve().name  # Path(".") has none
             run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
@@ -1220,11 +1230,12 @@ def train(args, stop_signals=()):
     while iteration < num_iterations:
         iteration += 1
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
+        # In place (fill_), here and below: compiled functions hold these tensors.
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         if args.anneal_clip:
             clip_scale.fill_(remaining)
-        # The factor sin(pi/2 * remaining) falls from 1 to 0 along a quarter of a cosine. It is kept apart from log_std:
+        # This factor falls from 1 to 0 like cos(pi/2 * progress), progress = 1 - remaining. It is kept out of log_std:
         # Adam and the bounds see only what is learned.
         agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
         if hasattr(agent, "log_std"):  # beyond its bounds it would get no gradient and stay there
@@ -1241,7 +1252,7 @@ def train(args, stop_signals=()):
             seen = (torch.from_numpy(x).to(device) for x in (next_obs, step_starts[t], step_masks[t]))
             env_actions, state = act(*seen, state, obs[t], actions[t], log_probs[t])
             env_actions = env_actions.cpu().numpy()
-            action_log.append(env_actions.copy())
+            action_log.append(env_actions.copy())  # an environment may write into its action
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
             step_starts[t + 1] = terminated | truncated
@@ -1255,6 +1266,7 @@ def train(args, stop_signals=()):
                 )
             if truncated.any():
                 raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
+                # Step by step, environment by environment: the order of truncations.nonzero().
                 final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
             for n in np.flatnonzero(terminated | truncated):
                 seconds = seconds_before + time.time() - start_time
@@ -1268,17 +1280,20 @@ def train(args, stop_signals=()):
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
+        # For bootstrapping only: the next rollout counts and normalises this observation again.
         last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))
         rollout = (obs, last_obs, torch.cat(final_obs), episode_starts, truncations, first_state)
         outcome = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
         values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
+        # From before the update: explained_variance is that of a critic that has not seen these returns.
         old_values, old_returns = values, returns
 
+        # Only now: normalize_obs above used what this rank itself had seen, as acting did.
         for rms, before in zip(statistics, sums_before):
             rms.pool(*before)
 
         # -------------------------------------------------------------------------------------------- update
-        all_metrics, stop_update = [], False
+        all_metrics = []
         for epoch in range(args.update_epochs):
             if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
@@ -1288,6 +1303,7 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
                 if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
                     metrics["approx_kl"].zero_()
+                # The KL too: all ranks must stop, or adapt the learning rate, in the same minibatch.
                 average_over_ranks(gradient, metrics["approx_kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
@@ -1306,7 +1322,7 @@ def train(args, stop_signals=()):
         episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
         stopped_by = list(itertools.chain(*stopped_by))
         saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
-        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # 32 MB at most
+        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # at most 10**5 steps and 32 MB
         del action_log[: -max(1, kept)]  # np.stack needs one
         if saving:
             rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
@@ -1328,6 +1344,7 @@ def train(args, stop_signals=()):
                 break
             continue
         scalars = {name: value.item() for name, value in scalars.items()}
+        # explained_variance is left out: it is NaN where all returns are equal.
         if not all(math.isfinite(scalars[f"losses/{name}"]) for name in all_metrics[0]):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         scalars["charts/learning_rate"] = lr.item()
@@ -1338,6 +1355,7 @@ def train(args, stop_signals=()):
             scalars["charts/last_100_return"] = np.mean(recent_returns)
         write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
         if args.track:
+            # wandb takes one value per step: means over the episodes of the iteration.
             if episodes:
                 scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
                 scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
@@ -1350,6 +1368,7 @@ def train(args, stop_signals=()):
             print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
 
         # -------------------------------------------------------------------------------------------- checkpoint
+        # After the log: a checkpoint never knows of episodes that are not on disk.
         if saving:
             checkpoint = {
                 "script": "ppo_rnn",

@@ -304,9 +304,9 @@ class BraxEnvs:
 
 
 class VectorMember(gym.Wrapper):
-    """An environment as one of a vector. Its final observations are copies: where it writes all of them into one array,
-    the reset would overwrite the last of an episode with the first of the next. Of its infos only those go on that some
-    script reads: the vector cannot collect those that change type or shape, and takes one called final_obs for its own.
+    """An environment as one of a vector. Final observations are copied: an environment that reuses one array would
+    overwrite the last of an episode with the first of the next at the reset. Only infos that a script reads are passed
+    on: the vector cannot collect infos that change type or shape, and takes one called final_obs for its own.
     A seed reaches the global generators too, from which some environments draw."""
 
     def reset(self, *, seed=None, options=None):
@@ -407,7 +407,7 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
 
     def update(self, x):
-        """T updates at once: x (T, N, size) of any dtype, row by row -> the variance after each of them, (T, size)"""
+        """T updates at once, each with N rows: x (T, N, size) of any dtype -> the variance after each, (T, size)"""
         x = x.double()
         center = x.mean((0, 1))  # sums of squares around 0 would lose digits
         x, mean = x - center, self.mean - center
@@ -426,8 +426,8 @@ class RunningMeanStd(nn.Module):
         return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
 
     def pool(self, center, before):
-        """Under torchrun: take in what the other ranks saw since `before`, the sums around `center` when all ranks
-        were last equal. `center` is the mean of that time: sums around 0 would lose the digits of the variance."""
+        """Under torchrun: add what the other ranks saw since all ranks were last equal. center and before: the mean and
+        sums(mean) of that time; sums around 0 would lose the digits of the variance."""
         if not dist.is_initialized():
             return
         news = self.sums(center) - before
@@ -575,7 +575,7 @@ def normalize_advantages(advantages):
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
+    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -744,9 +744,9 @@ def gather_from_ranks(value, small=True):
 def make_compiler(args, device):
     """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
 
-    A function is compiled at its first call. From then on numbers it closes over are constants, tensors may change in
-    place only: torch's guards, which would check this at every call, take as long as these networks. Other shapes are
-    still an error."""
+    A function is compiled at its first call. From then on, numbers it closes over are constants and tensors may only
+    change in place: torch's guards, which would check this at every call, cost as much as these networks. Arguments of
+    another shape are still an error."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions

@@ -470,7 +470,7 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss, a lower bound on the objective: clipping removes what a step would gain, never what it costs.
+    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
