@@ -945,7 +945,7 @@ def train(args, stop_signals=()):
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
         return action.clamp(agent.action_low, agent.action_high).to(agent.action_low.dtype)
 
-    # Two calls, not one: between them ranks average, and --target-kl decides whether the step is taken.
+    # Not one call with apply_gradient: between them ranks average, and --target-kl decides whether the step is taken.
     @compiled
     def compute_gradient(*minibatch):
         loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)

@@ -38,11 +38,11 @@ Choices, where implementations of PPO differ:
     --kl-coef adds the approximate KL to the loss (PPO's penalty, at a constant weight); off by default.
  8. Orthogonal initialisation; Adam with eps 1e-5; one gradient norm over all parameters; a new permutation every epoch.
     The default settings are for vectors (benchmark/NOTES.md); README.md has the flags that give CleanRL's.
- 9. uint8 images of 36 x 36 pixels and more, channels first or last, go through the Nature CNN, which actor and critic
-    share; they are stored as uint8 and divided by 255. Every other observation is flattened into a vector.
-10. ALE games are played as in the published PPO tables: no sticky actions (--sticky-actions), 30 no-ops at most and
+ 9. uint8 images of 36 x 36 pixels and more, channels first or last, are stored as uint8, divided by 255 and go through
+    the Nature CNN, which actor and critic share. Every other observation is flattened into a vector.
+10. ALE games are played as in the published PPO tables: no sticky actions (--sticky-actions: on), 30 no-ops at most and
     FIRE at the start, frame skip 4, 4 stacked frames of 84 x 84 grey; a lost life terminates for the learner, while the
-    game goes on; only the sign of rewards is learned from; episodes.csv has the raw score of whole games.
+    game goes on; the learner sees only the sign of rewards; episodes.csv has the raw scores of whole games.
 
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
 run folders, evaluation.
@@ -98,7 +98,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    resume_episodes: bool = True  # --resume plays unfinished episodes again to go on in them; off: new episodes
+    resume_episodes: bool = True  # --resume plays unfinished episodes again to go on in them (not ALE); off: new ones
     evaluate: str | None = None  # run folder whose agent plays, unchanged; takes --eval-*, --seed, --capture-video
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off (ALE): sample as in training
@@ -110,12 +110,12 @@ class Args:  # the comments are what --help prints
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete or MultiDiscrete actions; ALE/NAME-v5 for Atari games
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 16  # environments stepped side by side (N)
-    async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
-    norm_obs: bool = True  # normalise vectors by their running mean and standard deviation, clip to +-10
+    async_envs: bool = False  # each environment in its own process: worth it if a step takes 1 ms or more; not for ALE
+    norm_obs: bool = True  # normalise observations (not images) by running mean and deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
     clip_reward: bool = False  # learn from the sign of the rewards only (ALE: on)
-    sticky_actions: bool = False  # ALE games repeat the last action with probability 0.25 (the newer protocol)
+    sticky_actions: bool = False  # ALE games repeat the last action with probability 0.25 (Machado et al. 2018)
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 1e-3  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
@@ -138,8 +138,8 @@ class Args:  # the comments are what --help prints
     desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
 
 
-# Defaults for ALE games, in place of those above: the settings of the published tables (baselines, CleanRL). Only the
-# command line applies them; from Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
+# Defaults for ALE games, in place of those above: those of the published tables (baselines, CleanRL), which also clip
+# the value loss. Only the command line applies them; from Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
 ATARI = {
     "total_timesteps": 10_000_000,
     "num_envs": 8,
@@ -225,7 +225,7 @@ def is_atari(env_id):
 def is_image(space):
     """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
     is_uint8 = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
-    return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36
+    return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36  # the smallest: channels
 
 
 class VectorMember(gym.Wrapper):
@@ -395,9 +395,9 @@ class NatureCNN(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.channels_last = shape[0] != min(shape)
+        self.channels_last = shape[0] != min(shape)  # there are fewer channels than rows or columns
         channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
-        height, width = [(((x - 8) // 4 + 1 - 4) // 2 + 1) - 2 for x in pixels]
+        height, width = [(x - 28) // 8 for x in pixels]  # what the three convolutions leave; 1 for 36 pixels
         layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
@@ -409,7 +409,7 @@ class NatureCNN(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, without shared layers but for images, and the statistics of observations and returns.
+    """Actor and critic, which share the Nature CNN if there are images, and the statistics of observations and returns.
 
     Methods take observations that `normalize_obs` has normalised, except `predict`, which takes raw ones."""
 
@@ -455,9 +455,9 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., *D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...).
 
-        Sampling is Gumbel-max: the largest of log_prob + noise is a sample. torch.distributions would cost more."""
+        The distribution is written out: the objects of torch.distributions cost more than these networks."""
         log_probs, value = self.get_log_probs_and_value(obs, action_mask)
-        if action is None:
+        if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, the largest sum is a sample
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
         log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
         entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)
@@ -466,7 +466,7 @@ class Agent(nn.Module):
     def to_env_action(self, action):
         """(..., K) -> (..., *shape of the action space), counted from the start of the space"""
         action = action.reshape(action.shape[:-1] + self.action_start.shape)
-        return (action + self.action_start.long()).to(self.action_start.dtype)
+        return (action + self.action_start.long()).to(self.action_start.dtype)  # long(): torch adds no uint16 to int64
 
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True, action_mask=None):
@@ -481,7 +481,7 @@ class Agent(nn.Module):
             action = torch.stack([x.argmax(-1) for x in log_probs], -1)
         else:
             action = self.get_action_and_value(obs, action_mask=action_mask)[0]
-        return self.to_env_action(action).cpu().numpy()[()]
+        return self.to_env_action(action).cpu().numpy()[()]  # [()]: a number for Discrete, not an array of shape ()
 
 
 # ================================================================================================ advantages and losses
@@ -857,11 +857,10 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
         episodic_returns = np.zeros(episodes)
         for episode in range(episodes):
             obs, infos = env.reset(seed=seed + episode)
-            if has_fire:  # as ale-py's vector of games does
+            if has_fire:  # ale-py's vector of games does this too, but for 1 frame; here it is a step of 4
                 obs, *_, infos = env.step(1)
             for _ in range(longest):
-                has_mask = "action_mask" in infos and agent.args.mask_actions
-                mask = np.hstack(infos["action_mask"]) if has_mask else None
+                mask = infos.get("action_mask") if agent.args.mask_actions else None
                 obs, reward, terminated, truncated, infos = env.step(agent.predict(obs, deterministic, mask))
                 episodic_returns[episode] += reward
                 if terminated or truncated:
@@ -994,7 +993,7 @@ def train(args, stop_signals=()):
     @compiled
     def act(raw_obs, action_mask, obs_row, action_row, log_prob_row):
         """raw_obs (N, *D), action_mask (N, A) -> actions for the environments. What the update needs, obs (N, *D),
-        action (N, K) and log_prob (N,), is written into the rows of the rollout that are given."""
+        action (N, K) and log_prob (N,), is written into the given rows of the rollout."""
         if args.norm_obs and not agent.sees_images:
             # Counted before it is normalised, once for each step; final observations are never counted.
             agent.obs_rms.update(raw_obs.unsqueeze(0))
@@ -1004,7 +1003,7 @@ def train(args, stop_signals=()):
         obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
         return agent.to_env_action(action)
 
-    # Two calls, not one: between them ranks average, and --target-kl decides whether the step is taken.
+    # Not one call with apply_gradient: between them ranks average, and --target-kl decides whether the step is taken.
     @compiled
     def compute_gradient(*minibatch):
         loss, metrics = ppo_loss(agent, args, clip_scale, *minibatch)
@@ -1069,7 +1068,7 @@ def train(args, stop_signals=()):
         episode_returns, episode_lengths = unfinished["returns"].numpy(), unfinished["lengths"].numpy()
         discounted_returns.copy_(unfinished["discounted_returns"])
     else:
-        next_obs, infos = envs.reset(seed=np.array(seeds) if is_atari(args.env_id) else seeds)
+        next_obs, infos = envs.reset(seed=np.array(seeds) if is_atari(args.env_id) else seeds)  # ale-py: an array
     start_time, start_step = time.time(), global_step
     total, hidden = num_iterations * T * args.num_envs, True if rank > 0 else None  # None: hidden without a terminal
     progress = tqdm(total=total, initial=global_step, unit="step", unit_scale=True, disable=hidden)

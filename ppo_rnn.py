@@ -25,16 +25,16 @@
 Choices, where implementations of recurrent PPO differ:
  1. The memory's state is carried from one rollout to the next, through a checkpoint too, and is zero at the first
     observation of an episode: episode_starts[t] belongs to observation t.
- 2. A minibatch is made of whole environments (columns of the rollout), and the gradient goes back through all their
-    steps, to the start of the episode or of the rollout, whose state is stored. A new permutation for every epoch.
+ 2. A minibatch is made of whole environments (columns of the rollout). The gradient goes back through all their steps,
+    to the start of the episode or of the rollout, where the state is the stored one. A new permutation for every epoch.
  3. Back-propagation through time without a loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch and
     gives what single steps gave, resets at episode starts included (Memory.unroll).
  4. A truncated episode (time limit) is bootstrapped from the observation it really ended in, seen with the memory of
     that episode; a terminated one is not. Bootstrapping leaves the state that is carried as it is.
  5. Observation -> memory -> two layers each for actor and critic, which share the memory; --separate-critic-rnn gives
-    the critic one of its own (rsl_rl). Images go through the Nature CNN first, and one layer follows the memory.
- 6. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is 1 in the
-    first minibatch of an iteration. Rewards are divided by the running deviation of the discounted return.
+    the critic its own (rsl_rl, sb3-contrib). Images go through the Nature CNN first, and one layer follows the memory.
+ 6. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is 1, up to
+    rounding, in the first minibatch of an iteration. Rewards are divided by the running std of the discounted return.
  7. The critic and its memory run after the rollout, over all of it at once, and again before every epoch but the first
     (--recompute-advantages): no advantage is more than an epoch old.
  8. Discrete is MultiDiscrete with one dimension; what infos["action_mask"] forbids has probability 0, update
@@ -45,8 +45,9 @@ Choices, where implementations of recurrent PPO differ:
 To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
 run folders, evaluation.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), n = environments of a minibatch, M = T * n, D = shape of an
-observation, I = inputs of the memory, H = hidden_size, S = numbers in its state, F = features that the memory puts out.
-Siblings: ppo_discrete.py (also Atari) and ppo_continuous.py, without memory. `diff` shows what it changes.
+observation, I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic
+read. Discrete actions: K = dimensions, A = sum of their sizes; Box: A = action size.
+Siblings without memory: ppo_discrete.py (also Atari), ppo_continuous.py. `diff` shows what the memory changes.
 """
 
 import contextlib
@@ -111,11 +112,11 @@ class Args:  # the comments are what --help prints
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
-    norm_obs: bool = True  # normalise vectors by their running mean and standard deviation, clip to +-10
+    norm_obs: bool = True  # normalise observations (not images) by running mean and deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
     # --- memory and policy
-    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on CPU the lstm is several times faster (fused kernels)
+    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, in units of the action
@@ -223,7 +224,7 @@ def quiet_mujoco():
 def is_image(space):
     """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
     is_uint8 = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
-    return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36
+    return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36  # the smallest: channels
 
 
 class VectorMember(gym.Wrapper):
@@ -388,9 +389,9 @@ class NatureCNN(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.channels_last = shape[0] != min(shape)
+        self.channels_last = shape[0] != min(shape)  # there are fewer channels than rows or columns
         channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
-        height, width = [(((x - 8) // 4 + 1 - 4) // 2 + 1) - 2 for x in pixels]
+        height, width = [(x - 28) // 8 for x in pixels]  # what the three convolutions leave; 1 for 36 pixels
         layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
@@ -438,19 +439,20 @@ class Memory(nn.Module):
         shut = bias_ih.new_full((self.cell.hidden_size,), -1e9)
         if self.is_lstm:  # state = forget * state + input * candidate; output * tanh(state)
             kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
-            hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]
-        else:  # state = update * state + (1 - update) * candidate; without its bias the candidate is tanh(0)
-            kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]  # reset, update, candidate
+            hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]  # cuDNN refuses views
+        else:  # state = update * state + (1 - update) * candidate; reset shuts the state out of the candidate
+            # Reset, update, candidate, which without its bias is tanh(0).
+            kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]
             hx = state.unsqueeze(0).contiguous()
         weights = [torch.cat([weight_ih, torch.cat(gates).unsqueeze(1)], 1), weight_hh, bias_ih, bias_hh]
         has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
-        training = torch.is_grad_enabled()
+        training = torch.is_grad_enabled()  # cuDNN keeps what the backward pass needs only then
         outputs, *_ = kernel(x, hx, weights, has_biases, layers, dropout, training, bidirectional, batch_first)
         return outputs.flatten(0, 1).index_select(0, place).unflatten(0, (T, n))
 
 
 class Agent(nn.Module):
-    """Memory (one, or one each for actor and critic), actor and critic behind it, and the statistics of what they see.
+    """Memory (one, or one each for actor and critic), actor and critic, and the statistics of observations and returns.
 
     `remember` (one step) and `replay` (columns of a rollout) turn observations that `normalize_obs` has normalised into
     features (..., F), from which actor and critic read; `predict` takes observations as they come."""
@@ -471,6 +473,7 @@ class Agent(nn.Module):
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
+        # The first is the actor's, the last the critic's: without --separate-critic-rnn they are the same one.
         self.memories = nn.ModuleList(
             Memory(args.cell, input_size, args.hidden_size) for _ in range(1 + args.separate_critic_rnn)
         )
@@ -548,7 +551,7 @@ class Agent(nn.Module):
         Both distributions are written out: the objects of torch.distributions cost more than these networks."""
         if self.is_discrete:
             log_probs = self.get_log_probs(features, action_mask)
-            if action is None:  # Gumbel-max: the largest of log_prob + noise is a sample
+            if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, the largest sum is a sample
                 action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
             log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
             entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)
@@ -563,14 +566,15 @@ class Agent(nn.Module):
 
     def to_env_action(self, action):
         """(N, K or A) -> (N, *shape of the action space): clipped to the bounds, or counted from the space's start"""
-        action = action.reshape(len(action), *self.action_shape)
+        action = action.reshape(action.shape[:-1] + self.action_shape)
         if self.is_discrete:
+            # long(): torch adds no uint16 to int64.
             return (action + self.action_start.long()).to(self.action_start.dtype)
         return action.clamp(self.action_low, self.action_high).to(self.action_low.dtype)
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
-        """Raw observation(s) (*D) or (N, *D), state as it came from the last call, None at the start of an episode,
+        """Raw observation(s) (*D) or (N, *D), state returned by the last call or None at the start of an episode,
         mask(s) (A,) or (N, A) or None -> action(s) for the environment, next state."""
         raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # no negative strides
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
@@ -586,6 +590,7 @@ class Agent(nn.Module):
             action = torch.stack([x.argmax(-1) for x in self.get_log_probs(features, action_mask)], -1)
         else:
             action = self.get_mean_and_log_std(features)[0]
+        # [()]: a number for Discrete, not an array of shape ().
         return self.to_env_action(action).reshape(batch + self.action_shape).cpu().numpy()[()], state
 
 
@@ -628,20 +633,19 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations, state):
     """Features of a whole rollout for estimate_advantages: of obs (T, N, *D), last_obs (N, *D), final_obs (E, *D).
 
-    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. As in
-    Memory.unroll, rows are inserted: the final observation of a truncated episode after the last one of that episode,
-    without a start, so that it sees the memory of the episode. Rows left over at the end of a column are not read."""
+    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Rows are inserted,
+    as in Memory.unroll: a final observation comes after the last step of its episode and is no start, so that it sees
+    the memory of that episode. Rows left over at the end of a column are not read."""
     T, N = truncations.shape
     columns = torch.arange(N, device=obs.device)
     rows = torch.arange(T + 1, device=obs.device).unsqueeze(1).repeat(1, N)
     rows[1:] += truncations.cumsum(0)  # (T + 1, N): t + truncations before t
     final_rows, final_columns = rows[:-1][truncations] + 1, truncations.nonzero()[:, 1]
     length = int(rows.max()) + 1
-    all_obs, all_starts = obs.new_zeros(length, *last_obs.shape), episode_starts.new_ones(length, N)
+    all_obs, all_starts = obs.new_zeros(length, *last_obs.shape), episode_starts.new_zeros(length, N)
     all_obs[rows, columns] = torch.cat([obs, last_obs.unsqueeze(0)])
     all_obs[final_rows, final_columns] = final_obs
     all_starts[rows, columns] = episode_starts
-    all_starts[final_rows, final_columns] = False
     features = agent.replay(all_obs, all_starts, state)
     return features[rows[:-1], columns], features[rows[-1], columns], features[final_rows, final_columns]
 
@@ -935,7 +939,7 @@ def load_checkpoint(run_dir):
         script, state = str(checkpoint["script"]), checkpoint["agent"]
         if script == "ppo_rnn":
             args = Args(**checkpoint["args"])
-            action = {name[len("action_") :]: tensor for name, tensor in state.items() if name.startswith("action_")}
+            action = {name.removeprefix("action_"): x for name, x in state.items() if name.startswith("action_")}
             agent = Agent(state["obs_rms.mean"].shape, action, args)
             agent.load_state_dict(state)
             return checkpoint | {"args": args, "agent": agent}
@@ -980,8 +984,7 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, 
             obs, infos = env.reset(seed=seed + episode)
             state = None
             for _ in range(longest):
-                has_mask = "action_mask" in infos and agent.args.mask_actions
-                mask = np.hstack(infos["action_mask"]) if has_mask else None
+                mask = infos.get("action_mask") if agent.args.mask_actions else None
                 action, state = agent.predict(obs, state, deterministic, mask)
                 obs, reward, terminated, truncated, infos = env.step(action)
                 episodic_returns[episode] += reward
@@ -1060,9 +1063,9 @@ def train(args, stop_signals=()):
     B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = False  # so that replaying a minibatch gives what single steps gave
-    warnings.filterwarnings("ignore", message="RNN module weights")  # they are not in one block: slower, no error
+    warnings.filterwarnings("ignore", message="RNN module weights")  # weights not in one block: slower, not wrong
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what LSTM and GRU need for it on CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's LSTM and GRU are not
     torch.manual_seed(args.seed)
 
     envs = make_envs(args, N)
@@ -1124,8 +1127,8 @@ def train(args, stop_signals=()):
     @compiled
     def act(raw_obs, episode_start, action_mask, state, obs_row, action_row, log_prob_row):
         """raw_obs (N, *D), episode_start (N,), action_mask (N, A), state (N, S) -> actions for the environments, next
-        state. What the update needs, obs (N, *D), action (N, K or A) and log_prob (N,), is written into the rows of the
-        rollout that are given."""
+        state. What the update needs, obs (N, *D), action (N, K or A) and log_prob (N,), is written into the given rows
+        of the rollout."""
         if args.norm_obs and not agent.sees_images:
             # Counted before it is normalised, once for each step; final observations are never counted.
             agent.obs_rms.update(raw_obs.unsqueeze(0))
@@ -1137,12 +1140,12 @@ def train(args, stop_signals=()):
         return agent.to_env_action(action), state
 
     memory_parameters = [*agent.encoder.parameters(), *agent.memories.parameters()]
-    head_parameters = [parameter for parameter in parameters if all(parameter is not p for p in memory_parameters)]
+    head_parameters = [p for p in parameters if p not in set(memory_parameters)]  # sets tell tensors apart by identity
 
-    # Apart from apply_gradient: between them ranks average, and --target-kl decides whether the step is taken.
+    # Not one call with apply_gradient: between them ranks average, and --target-kl decides whether the step is taken.
     @compiled
     def compute_head_gradients(features, *minibatch):
-        """features (M, F), which need a gradient -> gradients of the features and of all parameters behind them"""
+        """features (M, F), which need a gradient -> gradients of the features and of actor, critic and log_std"""
         loss, metrics = ppo_loss(agent, args, clip_scale, features, *minibatch)
         return torch.autograd.grad(loss, [features, *head_parameters]), metrics
 
@@ -1299,7 +1302,7 @@ def train(args, stop_signals=()):
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
-            for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):
+            for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
                 if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
                     metrics["approx_kl"].zero_()

@@ -293,6 +293,7 @@ def test_advantages_are_zero_for_a_true_critic(tmp_path, monkeypatch, timeouts, 
     monkeypatch.setattr(script, "estimate_targets", spy)
     settings = {"gamma": 0.9, "timeouts": timeouts, "advantages": advantages, "recompute_targets": recompute}
     settings |= {"env_id": "torch_envs:settled", "norm_obs": False, "unroll_length": 5 if recompute else None}
+    settings["norm_adv"] = "none" if recompute else "rollout"
     script.train(make_args(tmp_path, total_timesteps=16 * 60, num_steps=60, **settings))
     assert seen and max(advantage.abs().max() for advantage, _ in seen) < 2e-5
 
@@ -587,6 +588,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         (["--recompute-targets"], "--unroll-length"),
         (["--num-minibatches", "7"], "must divide the 160 steps"),
         (["--update", "google", "--timeouts", "exact"], "--timeouts exact"),
+        (["--update", "google", "--norm-adv", "rollout"], "--norm-adv rollout"),
         (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),
         (["--env-id", "torch_envs:no_final_obs"], "--timeouts current-value"),
         (["--anneal-lr"], "--desired-kl None"),

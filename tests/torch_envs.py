@@ -12,7 +12,7 @@ class Drift:
 
     def __init__(self, num_envs, device, seed, privileged=True, final_obs=True):
         self.num_envs, self.device, self.privileged, self.gives_final_obs = num_envs, device, privileged, final_obs
-        self.single_action_space = gym.spaces.Box(-1.0, 1.0, (1,))
+        self.single_action_space = gym.spaces.Box(-1.0, 1.0, (1, 1))  # of any shape; what comes is flat
 
     def reset(self, seed=None):
         self.random = torch.Generator(self.device).manual_seed(seed)
@@ -32,6 +32,7 @@ class Drift:
         return {"policy": obs, "critic": torch.cat([obs, self.wind.unsqueeze(-1)], dim=-1)} if self.privileged else obs
 
     def step(self, actions):
+        assert actions.shape == (self.num_envs, 1)
         self.last_action = actions[:, 0].clone()
         self.position = self.position + 0.5 * self.last_action + self.wind
         self.steps = self.steps + 1

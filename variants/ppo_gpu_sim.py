@@ -26,25 +26,25 @@ difference between the systems can be tried alone.
 Choices, where these systems differ from each other, and this file from them:
  1. A time-out is bootstrapped from the observation it really ended in (--timeouts exact). rsl_rl adds gamma * V(s_t),
     the value before the step, to the reward (current-value); Brax lets the step teach nothing (masked).
- 2. The advantage is that of GAE, or, --advantages brax, the reward and the next lambda return minus the value: one
-    factor lambda less. Google computes it, and the returns, anew for every minibatch, with the critic as it is then
-    (--recompute-targets); NVIDIA once per rollout. What was printed as NVIDIA's where the two were compared is Google's
-    formula with stored values: --update nvidia --advantages brax --norm-adv none.
+ 2. The advantage is GAE's, or, with --advantages brax, reward + gamma * next lambda return - value: one factor lambda
+    less. Google computes it, and the returns, anew for every minibatch with the current critic (--recompute-targets);
+    NVIDIA once per rollout. The formula printed as NVIDIA's, where the two were compared, is Google's with stored
+    values: --update nvidia --advantages brax --norm-adv none.
  3. Advantages are normalised over the rollout (rsl_rl), over a minibatch (NVIDIA), or not at all (Google).
  4. Minibatches are of single steps (rsl_rl), or of whole unrolls of --unroll-length steps (Google, NVIDIA), at whose
     end the critic bootstraps. The permutation is a new one in every epoch; rsl_rl uses one for all of them.
- 5. The policy is a normal distribution with a learned standard deviation, itself and not its logarithm (rsl_rl), or
-    squashed by tanh with a scale that depends on the state (Google, NVIDIA). Its KL is the exact one of the normal
-    distributions, and adapts the learning rate in every minibatch (--desired-kl), as in rsl_rl since 5.0.
- 6. Observations are normalised with statistics that only move between iterations, so the probability ratio is exactly 1
-    in the first minibatch. Brax's notebook moves them between acting and learning, and clips to +-5.
- 7. The gradients of actor and critic are clipped each by itself, as in rsl_rl since 4.0; Google and NVIDIA do not clip.
-    Networks are initialised as torch does it, Adam has eps 1e-8.
+ 5. The policy is a normal distribution with a learned standard deviation (itself, not its logarithm: rsl_rl), or
+    squashed by tanh with a scale that depends on the state (Google, NVIDIA). --desired-kl adapts the learning rate in
+    every minibatch, as rsl_rl does, by the exact KL of the normal distributions, which rsl_rl takes since 5.0.
+ 6. Observations are normalised with statistics that only move between iterations: in the first minibatch of one, the
+    probability ratio is 1, up to rounding. Brax's notebook moves them between acting and learning, and clips to +-5.
+ 7. The gradients of actor and critic are clipped separately, as in rsl_rl since 4.0; Google and NVIDIA do not clip.
+    Networks have torch's default initialisation; Adam has eps 1e-8.
  8. The critic may see more than the actor: observations {"policy": ..., "critic": ...}, as Isaac Lab gives them.
 
-Shapes: T = num_steps, N = num_envs, L = unroll_length (or T), C = columns, T / L * N, each an unroll, M = minibatch,
-D = size of an observation, P = of the critic's, A = of an action.
-Sibling: ppo_continuous.py, whose frame this is. Between two steps nothing is copied to the host, but by GymEnvs.
+Shapes: T = num_steps, N = num_envs per rank, L = unroll_length (or T), C = T / L * N unrolls side by side,
+M = minibatch size in steps, D = size of an observation, P = of the critic's, A = of an action.
+Sibling: ppo_continuous.py, whose structure this has. During a rollout only GymEnvs copies anything to the host.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ class Args:  # the comments are what --help prints
     export: str | None = None  # a run folder: writes actor.pt2 there, the actor alone, from raw observation to action
     eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
-    num_evaluations: int = 0  # evaluations during training, evenly spread, and one before it; evaluations.csv
+    num_evaluations: int = 0  # evenly spread, and one before training, on simulators of their own; evaluations.csv
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -111,7 +111,7 @@ class Args:  # the comments are what --help prints
     episode_length: int = 1000  # steps after which an episode of brax/NAME is truncated
     total_timesteps: int = 30_000_000  # environment steps of the run, rounded down to whole iterations
     norm_obs: bool = True  # normalise observations by the mean and standard deviation of earlier rollouts, clip to +-10
-    update: Literal["rsl_rl", "google", "nvidia"] = "rsl_rl"  # chooses the defaults of all that follows (UPDATES)
+    update: Literal["rsl_rl", "google", "nvidia"] = "rsl_rl"  # sets the defaults below; those shown are rsl_rl's
     num_envs: int = 4096  # environments stepped side by side (N)
     reward_scale: float = 1.0  # the learner sees rewards times this
     # --- PPO
@@ -123,26 +123,26 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps, or the unrolls, of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["exact", "current-value", "masked"] = "exact"  # what follows a truncated step, Choices 1
+    timeouts: Literal["exact", "current-value", "masked"] = "exact"  # value of what follows a truncated step
     advantages: Literal["gae", "brax"] = "gae"  # brax: one step to the next lambda return
     recompute_targets: bool = False  # advantages and returns from the current critic in every minibatch (of unrolls)
-    norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # over what advantages get mean 0 and deviation 1
+    norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # advantages get mean 0 and deviation 1 over this
     clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = True  # the larger of the value's error and that of the value clipped to near the old one
     vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the return; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2: rsl_rl's 1, which has no 0.5
     max_grad_norm: float = 1.0  # upper bound of the norms of the actor's and the critic's gradient; 0: none
-    target_kl: float | None = None  # end an update at a KL over 1.5 * target_kl (waits for the device); None: never
+    target_kl: float | None = None  # end an update at a KL over 1.5 * target_kl (read in every minibatch); None: never
     desired_kl: float | None = 0.01  # adapt the learning rate to this KL; None: off
-    policy: Literal["normal", "tanh"] = "normal"  # distribution of the actions, Choices 5
+    policy: Literal["normal", "tanh"] = "normal"  # distribution of the actions; tanh: squashed
     init_std: float = 1.0  # standard deviation at the start, --policy normal
     hidden_size: int = 256  # width of the hidden layers of actor and critic
-    hidden_layers: int = 3  # their number
+    hidden_layers: int = 3  # number of hidden layers
     activation: Literal["elu", "silu", "tanh"] = "elu"  # between the layers
 
 
-# What --update changes in the defaults above, which are rsl_rl's: the settings of Brax's notebook training_torch.ipynb.
+# What --update changes in the defaults above, which are rsl_rl's. GOOGLE: Brax's notebook training_torch.ipynb.
 GOOGLE = {"num_envs": 2048, "num_steps": 80, "unroll_length": 5, "num_minibatches": 32, "update_epochs": 4}
 GOOGLE |= {"learning_rate": 3e-4, "desired_kl": None, "gamma": 0.97, "reward_scale": 0.1, "timeouts": "masked"}
 GOOGLE |= {"advantages": "brax", "recompute_targets": True, "norm_adv": "none", "clip_coef": 0.3, "clip_vloss": False}
@@ -213,6 +213,8 @@ def check_args(args):
         fail("--anneal-lr does not go with --desired-kl, which moves the learning rate too: give --desired-kl None")
     if args.recompute_targets and not args.unroll_length:
         fail("--recompute-targets needs minibatches of whole unrolls: give --unroll-length")
+    if args.recompute_targets and args.norm_adv == "rollout":
+        fail("--recompute-targets does not go with --norm-adv rollout: use minibatch or none")
     if args.recompute_targets and args.timeouts == "exact":
         fail("--recompute-targets does not go with --timeouts exact: use masked or current-value")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
@@ -368,7 +370,7 @@ def make_envs(args, num_envs, device):
     """VectorEnvs of --env-id."""
     if args.env_id.startswith("brax/"):
         envs = BraxEnvs(args.env_id[5:], num_envs, device, args.brax_backend, args.episode_length)
-    elif re.fullmatch(r"[\w.]+:\w+", args.env_id):
+    elif re.fullmatch(r"[\w.]+:\w+", args.env_id):  # gymnasium's own MODULE:NAME-v0 has a hyphen
         module, function = args.env_id.split(":")
         sys.path.append(os.getcwd())
         try:
@@ -491,7 +493,7 @@ class Agent(nn.Module):
         return mean, F.softplus(scale) + 1e-3
 
     def get_log_prob_and_entropy(self, mean, std, action):
-        """All (..., A) -> (...). action is before tanh, whose entropy is estimated from a new sample of it."""
+        """All (..., A) -> (...). action is that before tanh; the entropy of tanh's is estimated from one new sample."""
         log_prob = -(0.5 * ((action - mean) / std).square() + std.log() + 0.5 * math.log(2 * math.pi))
         entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
         if self.args.policy == "tanh":
@@ -507,7 +509,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):
-        """What the actor observes, raw, (D,) or (N, D) -> action(s) within their bounds, (A,) or (N, A), as tensor."""
+        """Raw observations of the actor, (D,) or (N, D) -> action(s) within bounds, (A,) or (N, A), as a tensor"""
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         mean, std = self.get_mean_and_std(obs)
         return self.bound(mean if deterministic else mean + std * torch.randn_like(mean))
@@ -517,7 +519,7 @@ class Agent(nn.Module):
 
 
 def log_tanh_slope(x):
-    """log(1 - tanh(x)^2), the logarithm of the derivative of tanh, also where that is 0 in float32"""
+    """log(1 - tanh(x)^2), the logarithm of tanh's derivative, finite even where float32 rounds the latter to 0"""
     return 2 * (math.log(2) - x - F.softplus(-2 * x))
 
 
@@ -545,9 +547,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
-    """advantages, returns (L, C) of unrolls. All (L, C), but last_values (C,), those of what came after the last step.
-
-    timeout_values are those of what truncated steps led to, by --timeouts exact; others do not read them."""
+    """advantages, returns (L, C) of unrolls. All (L, C), but last_values (C,), the values of what came after the last
+    step. timeout_values: values of what truncated steps really led to; only --timeouts exact reads them."""
     if args.timeouts == "masked":  # such a step was worth what the critic said: no advantage, no error
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
@@ -558,7 +559,7 @@ def estimate_targets(args, rewards, values, last_values, timeout_values, termina
     advantages, returns = compute_gae(
         rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
     )
-    if args.advantages == "brax":  # r_t + gamma R_{t+1} - V(s_t); across an end, and at the last step, R is V
+    if args.advantages == "brax":  # r_t + gamma R_{t+1} - V(s_t), where R is V after a time-out and the last step
         next_returns = torch.cat([returns[1:], last_values.unsqueeze(0)])
         next_returns = torch.where(truncations, timeout_values, next_returns).masked_fill(terminations, 0.0)
         advantages = rewards + args.gamma * next_returns - values
@@ -593,7 +594,7 @@ def ppo_loss(agent, args, minibatch):
     """Loss of a minibatch, a dictionary of tensors (L, M / L, ...) or (1, M, ...), and its metrics by name."""
     mean, std = agent.get_mean_and_std(minibatch["obs"])
     new_log_probs, entropy = agent.get_log_prob_and_entropy(mean, std, minibatch["actions"])
-    log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration
+    log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration, up to rounding
     if args.recompute_targets:
         new_values = agent.get_value(torch.cat([minibatch["critic_obs"], minibatch["last_critic_obs"]]))
         new_values, last_values = new_values[:-1], new_values[-1].detach()
@@ -871,8 +872,9 @@ def load_agent(run_dir):
 
 
 def export_actor(run_dir):
-    """Write RUN_DIR/actor.pt2: torch.export.load(path).module()(raw_obs), (N, D) float32, is an action (N, A). It has
-    no critic, so what only the critic sees is not needed, and no code of this file either."""
+    """Write RUN_DIR/actor.pt2: torch.export.load(path).module()(raw_obs), (N, D) float32, is an action (N, A), on the
+    CPU (torch.export.passes.move_to_device_pass(program, "cuda") moves it). It needs no code of this file and has no
+    critic, so what only the critic sees is not needed."""
 
     class Actor(nn.Module):
         def __init__(self, agent):
@@ -904,7 +906,7 @@ def evaluate(agent, envs, seed, deterministic=True):
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns = episodic_returns + torch.where(running, rewards, 0.0)  # what comes later may be NaN
             running &= ~(terminations | truncations)
-            if t % 50 == 0 and not running.any():  # not in every step: to ask is to wait for the device
+            if t % 50 == 0 and not running.any():  # not in every step: asking waits for the device
                 return episodic_returns.cpu().numpy()
 
 
@@ -966,13 +968,13 @@ def train(args, stop_signals=()):
 
     envs = make_envs(args, N, device)
     eval_envs = make_envs(args, args.eval_episodes, device) if args.num_evaluations and rank == 0 else None
-    # A simulator may have networks of its own, of whose graph nothing may be kept from one step to the next.
+    # A simulator may contain networks: without no_grad their graph would grow from step to step.
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     action_space = envs.single_action_space
     sizes = [x if x is None else x.shape[1] for x in split_obs(reset(seed=args.seed)[0])]
-    zeros = np.clip(0.0, action_space.low, action_space.high)  # or what is nearest
+    zeros = np.clip(0.0, action_space.low, action_space.high).reshape(-1)  # or the nearest within the bounds
     first_action = torch.as_tensor(zeros, dtype=torch.float32, device=device)
-    *_, infos = step(first_action.repeat(N, *[1] * first_action.ndim))  # a first step, to look at
+    *_, infos = step(first_action.repeat(N, 1))  # one step, to see which infos it gives
     if args.timeouts == "exact" and "final_obs" not in infos:
         fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
     agent = Agent(*sizes, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
@@ -994,7 +996,7 @@ def train(args, stop_signals=()):
 
     iteration, global_step, seconds_before, evaluations = 0, 0, 0.0, []
     if args.resume:
-        # --update is one of them: on top of the checkpoint's arguments it would change none of the others.
+        # --update is one of them: given with --resume it would change none of the other arguments.
         fixed = "env_id", "update", "num_envs", "num_steps", "norm_obs", "init_std"
         fixed += "policy", "hidden_size", "hidden_layers", "activation"
         checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
@@ -1060,7 +1062,7 @@ def train(args, stop_signals=()):
                 fail(f"--track: {error}", code=1)
 
     # ------------------------------------------------------------------------------------------------ storage
-    # All on the device; a row more of observations than of steps, for what came after the last one.
+    # All on the device; one row of observations more than steps, for what came after the last step.
     raw_obs = torch.zeros(T + 1, N, sizes[0], device=device)
     raw_critic_obs = raw_obs if sizes[1] is None else torch.zeros(T + 1, N, sizes[1], device=device)
     raw_final_obs = torch.zeros_like(raw_critic_obs[:T]) if args.timeouts == "exact" else None
@@ -1088,7 +1090,7 @@ def train(args, stop_signals=()):
 
     if eval_envs and not evaluations:
         log_evaluation()
-        start_time = time.time()
+        start_time = time.time()  # SPS leaves it out: it may have compiled the simulator
 
     while iteration < num_iterations:
         iteration += 1
@@ -1106,7 +1108,7 @@ def train(args, stop_signals=()):
             truncations[t] = truncated & ~terminations[t]
             if raw_final_obs is not None:
                 policy_obs, critic_obs = split_obs(infos["final_obs"])
-                raw_final_obs[t] = policy_obs if critic_obs is None else critic_obs
+                raw_final_obs[t] = policy_obs if critic_obs is None else critic_obs  # for the critic only
 
             episode_returns += rewards[t]
             episode_lengths += 1
@@ -1123,6 +1125,7 @@ def train(args, stop_signals=()):
             )
 
         # -------------------------------------------------------------------------------------------- advantages
+        # Weights and statistics are still those of the rollout: one pass over all steps, in place of one in each.
         with torch.no_grad():
             obs, critic_obs = agent.normalize_obs(raw_obs[:T]), agent.normalize_critic_obs(raw_critic_obs)
             means, stds = agent.get_mean_and_std(obs)
@@ -1134,12 +1137,12 @@ def train(args, stop_signals=()):
         rollout = {"obs": obs, "critic_obs": critic_obs[:T], "actions": actions, "log_probs": log_probs, "means": means}
         rollout |= {"stds": stds, "values": values[:T], "rewards": rewards * args.reward_scale}
         rollout |= {"terminations": terminations, "truncations": truncations, "timeout_values": timeout_values}
-        # Unrolls of L steps side by side, (T, N, ...) -> (L, C, ...); what came after each of them, (1, C, ...).
+        # (T, N, ...) -> (L, C, ...): unrolls of L steps side by side. Rows L::L are what came after each of them.
         batch = {name: x.unflatten(0, (-1, L)).transpose(0, 1).flatten(1, 2) for name, x in rollout.items()}
         last_values = values[L::L].flatten()
         names = "rewards", "values", "terminations", "truncations", "timeout_values"
-        transitions = {name: batch[name] for name in names}
-        batch["advantages"], batch["returns"] = estimate_targets(args, last_values=last_values, **transitions)
+        targets = estimate_targets(args, last_values=last_values, **{name: batch[name] for name in names})
+        batch["advantages"], batch["returns"] = targets
         if args.norm_adv == "rollout":
             batch["advantages"] = normalize_advantages(batch["advantages"])
         scalars = {"losses/explained_variance": explained_variance(batch["values"], batch["returns"])}
@@ -1147,7 +1150,7 @@ def train(args, stop_signals=()):
             batch["last_critic_obs"] = critic_obs[L::L].flatten(0, 1).unsqueeze(0)
         else:  # single steps: unrolls of length one
             batch = {name: x.flatten(0, 1).unsqueeze(0) for name, x in batch.items()}
-        columns = batch["obs"].shape[1]
+        columns = batch["obs"].shape[1]  # C unrolls, or T * N single steps
 
         # -------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
@@ -1157,7 +1160,7 @@ def train(args, stop_signals=()):
             parts = [x[:, permutation].split(columns // args.num_minibatches, dim=1) for x in batch.values()]
             for minibatch in zip(*parts):
                 *gradients, metrics = compute_gradients(dict(zip(batch, minibatch)))
-                if not all_metrics:  # the KL of the policy and itself: rounding shall not move the learning rate
+                if not all_metrics:  # the KL of the policy and itself: rounding must not move the learning rate
                     metrics["kl"].zero_()
                 average_over_ranks(*gradients, metrics["kl"])
                 all_metrics.append(metrics)
@@ -1272,9 +1275,8 @@ def main():
             if name not in takes and getattr(args, name) != getattr(checkpoint["args"], name):
                 fail(f"--evaluate takes --eval-*, --seed and --device, not --{name.replace('_', '-')}")
         check_args(args)  # again: the device may be that of the checkpoint
-        device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu")
-        if args.device != "auto":
-            device = torch.device(args.device)
+        auto_device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(auto_device if args.device == "auto" else args.device)
         envs = make_envs(args, args.eval_episodes, device)
         returns = evaluate(agent.to(device), envs, args.seed, args.eval_deterministic)
         print(f"{len(returns)} episodes: mean {returns.mean():.1f}, standard deviation {returns.std():.1f}")
