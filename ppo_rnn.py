@@ -153,7 +153,7 @@ def fail(message, code=2):
 
 
 def count_ranks():
-    """Number of processes that torchrun has started, each with its share of the environments; 1 without torchrun."""
+    """Number of processes that torchrun has started, each with its share of every batch; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
@@ -201,6 +201,8 @@ def check_args(args):
         fail(f"--log-std-init {args.log_std_init} is above --log-std-max {args.log_std_max}")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
+    if num_ranks > 1 and args.device.startswith("cuda:"):
+        fail(f"--device {args.device} under torchrun: give cuda, of which each process takes one of its own")
     try:
         # In float64, which the statistics need: mps, which has none, is refused here.
         torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()

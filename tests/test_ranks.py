@@ -201,12 +201,18 @@ def test_a_rank_dies(script, tmp_path, restarts):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_environments_must_divide(script, tmp_path):
-    process = start(
-        ROOT / f"{script.__name__}.py", *flags_of(num_envs=7, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
-    )
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"num_envs": 7}, "--num-envs 7 must be a multiple of the 2 processes of torchrun"),
+        ({"device": "cuda:0"}, "--device cuda:0 under torchrun: give cuda"),
+    ],
+)
+def test_what_ranks_cannot_share(script, tmp_path, flags, words):
+    flags = flags_of(**flags, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
+    process = start(ROOT / f"{script.__name__}.py", *flags)
     printed = process.communicate(timeout=100)[0]
-    assert process.returncode and "--num-envs 7 must be a multiple of the 2 processes of torchrun" in printed
+    assert process.returncode and words in printed
     assert not list(tmp_path.iterdir())
 
 

@@ -380,6 +380,17 @@ def test_four_models(small_args, gradients, monkeypatch):
         assert all(not torch.equal(x, before[name]) for name, x in model.named_parameters() if "weight" in name)
 
 
+def test_values_and_scores_are_not_rounded(models):
+    """With forward passes in bfloat16 they still differ by less than its steps."""
+    _, _, reward_model = models
+    tokens = torch.randint(4, 20, (8, 6))
+    answers = ppo_rlhf.join_answers(tokens[:, :2], torch.ones_like(tokens[:, :2]), tokens[:, 2:], EOS)
+    with torch.autocast("cpu", torch.bfloat16):
+        for function in (ppo_rlhf.get_values, ppo_rlhf.get_scores):
+            numbers = function(reward_model, *answers)
+            assert numbers.dtype == torch.float32 and (numbers != numbers.bfloat16()).any()
+
+
 def test_gradients_stay_apart(models):
     """A step of one model leaves the gradient of the other alone."""
     _, model, reward_model = models

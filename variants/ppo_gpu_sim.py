@@ -159,7 +159,7 @@ def fail(message, code=2):
 
 
 def count_ranks():
-    """Number of processes that torchrun has started, each with its share of the environments; 1 without torchrun."""
+    """Number of processes that torchrun has started, each with its share of every batch; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
@@ -219,6 +219,8 @@ def check_args(args):
         fail("--recompute-targets does not go with --timeouts exact: use masked or current-value")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
+    if num_ranks > 1 and args.device.startswith("cuda:"):
+        fail(f"--device {args.device} under torchrun: give cuda, of which each process takes one of its own")
     try:
         torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
     except (RuntimeError, AssertionError, TypeError) as error:

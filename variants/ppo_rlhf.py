@@ -22,14 +22,14 @@ Four models, as in DeepSpeed-Chat. Two begin as the supervised language model: t
 reference, which is not. Two begin as the reward model: the critic, which is trained, and the reward model itself, which
 is not. An answer is an episode, a token an action, the end-of-sequence token (EOS) too where the actor has sampled it.
 
-The built-in task makes both models first. Then the reward goes from 0.5 to 0.99, at most 1 is possible, in two to
+The built-in task makes both models first. Then the reward goes from 0.5 to 0.99 (the true score is at most 1) in two to
 four minutes on one CPU core, and the KL to the reference stays below 2 nats per answer. With --kl-coef 0 the KL goes
 beyond 9, the reward beyond 1: the reward model is fooled, and almost no answer is a sentence any more (task_score).
 
 Choices, where implementations differ:
- 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob); the last one of the answer, which is the EOS,
-    or any other where the limit is reached, gets the clipped score on top. DeepSpeed-Chat puts the score there for full
-    answers, but behind the last token for short ones, where no loss sees it directly.
+ 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of the answer, EOS or the one
+    at the limit, gets the clipped score on top. So it is in DeepSpeed-Chat for full answers; for short ones its score
+    is one place behind the last unmasked token (on the EOS, where EOS pads), where no loss sees it directly.
  2. What is an action follows from the first EOS, never from the padding token: both may be the same one (GPT-2).
  3. Advantages by GAE within the answer (gamma 1, lambda 0.95), whose end has the value 0. They are not normalised.
  4. Losses are means over the tokens of a minibatch, so that long answers weigh more; policy and value are clipped.
@@ -39,14 +39,16 @@ Choices, where implementations differ:
     cache: the probability ratio is 1 in the first minibatch of an iteration.
  6. Log-probabilities, KL and entropy are those of the distribution at --temperature, from which tokens are sampled.
     --top-k and --top-p restrict the sampling only: with them the ratio is not that of what was sampled from.
- 7. No answer is dropped: the shortest one, an EOS at once, is an action with a score. DeepSpeed-Chat, which has no
-    action there, drops answers below two tokens.
+ 7. No answer is dropped: the shortest one, an EOS at once, is an action with a score. DeepSpeed-Chat, where such an EOS
+    is masked, drops answers below two tokens.
  8. kl_coef is fixed; --kl-target makes it follow the KL (Ziegler et al. 2019).
- 9. Weights, gradients and optimisers are float32: 40 bytes for every parameter that one of the models has. On CUDA
-    forward passes run in bfloat16, with gradient checkpointing.
+ 9. Weights, gradients and optimisers are float32: with four models of N parameters, 40 N bytes. On CUDA, forward passes
+    run in bfloat16, with gradient checkpointing. Values and scores stay float32; logits are rounded to bfloat16, those
+    of GPT-2, which are near -100, to 0.5 (--no-bf16 avoids it).
 
 Shapes: B = answers of a process in an iteration, M = minibatch, P = longest prompt, R = longest answer, L = P + R,
-V = vocabulary. Prompts are padded on the left, answers on the right, so that all answers begin in column P.
+V = vocabulary; (M,) in the losses: all actions of a minibatch. Prompts are padded on the left, answers on the right, so
+that all answers begin in column P.
 Sibling: ../ppo_continuous.py. What both have has the same text.
 """
 
@@ -97,7 +99,7 @@ class Args:  # the comments are what --help prints
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
     checkpoint_interval: int = 20  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # a run folder: its actor answers; --eval-*, --seed, --prompts
+    evaluate: str | None = None  # a run folder: its actor answers; --eval-*, --seed, --prompts, --device, --batch-size
     eval_episodes: int = 256  # answers that --evaluate asks for
     eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
     track: bool = False  # log to Weights & Biases too
@@ -105,31 +107,31 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
-    reward_model: str | None = None  # sequence classifier with one output and the tokenizer of --model
-    prompts: str | None = None  # file with a prompt on every line, in .jsonl as {"prompt": "..."}; used as it is
+    reward_model: str | None = None  # sequence classifier with one output, its layer `score`, and --model's tokenizer
+    prompts: str | None = None  # file with a prompt per line, in .jsonl {"prompt": "..."}; no chat template is applied
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # forward passes in bfloat16 on CUDA
     gradient_checkpointing: bool = True  # on CUDA: activations are computed twice instead of stored
     # --- answers
     response_length: int = 16  # tokens that an answer has at most, EOS included
     temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
-    top_k: int = 0  # sample only from the k likeliest tokens; 0: from all (see Choices)
-    top_p: float = 1.0  # sample only from the likeliest tokens with this probability together; 1: from all
+    top_k: int = 0  # sample only from the k likeliest tokens, which the losses ignore; 0: from all
+    top_p: float = 1.0  # sample only from the likeliest tokens of this total probability, likewise; 1: all
     # --- PPO
     total_episodes: int = 12_800  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
-    num_minibatches: int = 2  # minibatches per epoch; must divide batch_size
+    num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
     anneal_lr: bool = True  # lower the learning rates linearly to 0 over the run
     gamma: float = 1.0  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step temporal difference (low variance); 1: discounted return (no bias)
-    clip_coef: float = 0.2  # nothing is gained by probability ratios beyond 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
     vf_clip_coef: float | None = 0.2  # take the larger of the value errors with and without this clip; None: unclipped
     clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
     kl_coef: float = 0.1  # weight of the KL penalty; where it starts with --kl-target
-    kl_target: float | None = None  # adapt kl_coef to this KL per answer, in nats (try 6); None: it stays
+    kl_target: float | None = None  # move kl_coef so that the KL per answer, in nats, nears this (try 6); None: fixed
     kl_horizon: float = 10_000  # answers in which --kl-target may change kl_coef by at most about 20%
     max_grad_norm: float = 1.0  # upper bound of the norm of each model's gradient; 0: none
 
@@ -141,7 +143,7 @@ def fail(message, code=2):
 
 
 def count_ranks():
-    """Number of processes that torchrun has started, each with its share of the environments; 1 without torchrun."""
+    """Number of processes that torchrun has started, each with its share of every batch; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
@@ -189,7 +191,7 @@ def check_args(args):
             fail(f"{flag} must not be negative, not {value}")
     if len({args.model is None, args.reward_model is None, args.prompts is None}) > 1:
         fail("--model, --reward-model and --prompts are given together, or none of them (the built-in task)")
-    if args.evaluate:  # of what follows it needs the device only
+    if args.evaluate:  # sizes that pass what follows, of which only the device matters
         args = dataclasses.replace(args, batch_size=args.total_episodes, num_minibatches=1)
     if args.batch_size % (num_ranks := count_ranks()):
         fail(f"--batch-size {args.batch_size} must be a multiple of the {num_ranks} processes of torchrun")
@@ -197,6 +199,8 @@ def check_args(args):
         fail(f"--num-minibatches {args.num_minibatches} must divide the {batch_size} answers of a process")
     if args.total_episodes < args.batch_size:
         fail(f"--total-episodes {args.total_episodes} is below --batch-size {args.batch_size}")
+    if num_ranks > 1 and args.device.startswith("cuda:"):
+        fail(f"--device {args.device} under torchrun: give cuda, of which each process takes one of its own")
     try:
         torch.zeros(1, device=get_device(args)).item()
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -275,8 +279,8 @@ def load_model(kind, name):
                 setattr(config, key, 0.0)  # attention_dropout, resid_pdrop, ...: every architecture has its own names
         model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except Exception as error:  # not found, no network, another kind of model, damaged: each has its own
-        fail(f"cannot load {name} with transformers: {type(error).__name__}: {str(error).splitlines()[0]}")
+    except Exception as error:  # not found, no network, another kind of model, damaged: each raises something else
+        fail(f"cannot load {name} with transformers: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if info["missing_keys"]:
         fail(f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(info['missing_keys'])}")
     return model, tokenizer
@@ -285,8 +289,10 @@ def load_model(kind, name):
 def make_models(args, device):
     """Tokenizer, reference and reward model, frozen, on the device: those of --model and --reward-model, or of the
     built-in task, from the run folder if there is one already."""
-    # Padding on the left sees nothing, for which cuDNN's attention gives NaN (pytorch/pytorch#196678).
+    # Padding on the left attends to nothing, for which cuDNN's attention gives NaN (pytorch/pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # for what allocates without asking, as kernels of some models do
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     run_dir = args.resume or args.evaluate
@@ -414,28 +420,33 @@ def get_log_probs(model, sequences, attention_mask, mask, temperature):
     """Log-probability of every token of the answers (B, R), and the logits that it is from (B, R, V)."""
     R = mask.shape[1]
     logits = model(**model_inputs(sequences, attention_mask)).logits
-    logits = logits[:, -R - 1 : -1].float() / temperature  # the ones at a token are about the next
+    logits = logits[:, -R - 1 : -1].float() / temperature  # those at a token are of the next one
     return gather_log_probs(logits, sequences[:, -R:]), logits
 
 
+def score_tokens(model, sequences, attention_mask):
+    """What the layer `score` of critic or reward model says at every token, (B, L)"""
+    hidden = model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
+    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 would round values of 2 to 4 to 1/64
+        return model.score(hidden.float()).squeeze(-1)
+
+
 def get_values(critic, sequences, attention_mask, mask):
-    """Value of the state in which every token of the answers was chosen, (B, R)"""
-    hidden = critic.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
-    return critic.score(hidden)[:, -mask.shape[1] - 1 : -1, 0].float()
+    """Value of the state in which each token of the answers was chosen, (B, R)"""
+    return score_tokens(critic, sequences, attention_mask)[:, -mask.shape[1] - 1 : -1]
 
 
 def get_scores(reward_model, sequences, attention_mask, mask):
     """Score of every answer, read at its last token (EOS, if it was sampled), (B,)"""
-    hidden = reward_model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
-    last = (mask.sum(-1) - 1).unsqueeze(-1)
-    return reward_model.score(hidden)[:, -mask.shape[1] :, 0].float().gather(1, last).squeeze(1)
+    last = mask.sum(-1, keepdim=True) - 1
+    return score_tokens(reward_model, sequences, attention_mask)[:, -mask.shape[1] :].gather(1, last).squeeze(1)
 
 
 def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
     """kl = log_probs - reference's, mask (B, R), scores (B,) -> rewards (B, R): the KL penalty of every token; on the
     last one of the answer the clipped score too; 0 behind it."""
     rewards = (-kl_coef * kl).masked_fill(~mask, 0.0)
-    last = (mask.sum(-1) - 1).unsqueeze(-1)
+    last = mask.sum(-1, keepdim=True) - 1
     return rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
 
 
@@ -462,7 +473,8 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     token terminates, EOS or not: the score is for what was said within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
     next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))  # 0 where an answer ends: no flag has to say so again
-    steps = (x.T for x in (rewards, values, next_values, torch.zeros_like(mask), torch.zeros_like(mask)))  # (R, B)
+    never = torch.zeros_like(mask)
+    steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
 
@@ -485,8 +497,8 @@ def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
 
 
 def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, episodes):
-    """Raise or lower the coefficient by at most 20% in kl_horizon answers, in proportion to how far the KL per answer
-    is from its target (Ziegler et al. 2019, section 2.2)."""
+    """Raise or lower the coefficient by about 20% at most in kl_horizon answers, in proportion to how far the KL per
+    answer is from its target (Ziegler et al. 2019, section 2.2)."""
     error = min(max(kl / kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * min(episodes / kl_horizon, 1.0))
 
@@ -701,16 +713,16 @@ def restore(run_dir, *pairs):
 @torch.no_grad()
 def evaluate(run_dir, args):
     """Answers of a run's actor to the first eval_episodes prompts (over and over, if they are fewer), as pairs of texts
-    (prompt, answer), with their scores and KL to the reference, (E,) both. batch_size answers are made at once."""
+    (prompt, answer), with their scores and KL to the reference, (E,) both. A minibatch's rows are made at once."""
     checkpoint, device = load_checkpoint(run_dir), get_device(args)
     tokenizer, reference, reward_model = make_models(args, device)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
     actor = copy.deepcopy(reference)
     restore(run_dir, (actor, checkpoint["actor"]))
     torch.manual_seed(args.seed)
-    texts, scores, kls = [], [], []
-    for start in range(0, args.eval_episodes, args.batch_size):
-        some = [prompts[n % len(prompts)] for n in range(start, min(start + args.batch_size, args.eval_episodes))]
+    texts, scores, kls, rows = [], [], [], max(1, args.batch_size // args.num_minibatches)
+    for start in range(0, args.eval_episodes, rows):
+        some = [prompts[n % len(prompts)] for n in range(start, min(start + rows, args.eval_episodes))]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16):
             sequences, _, mask = answers = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
             log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
@@ -739,8 +751,6 @@ def train(args, stop_signals=()):
     if num_ranks > 1:
         join_ranks(device)
     on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(device.index or 0)  # for what allocates without asking, as kernels of some models do
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
     torch.manual_seed(args.seed)
 
@@ -785,13 +795,14 @@ def train(args, stop_signals=()):
         iteration, seconds_before = checkpoint["iteration"], checkpoint["seconds"]
         if args.kl_target is not None and args.kl_coef == checkpoint["args"].kl_coef:  # not if another one is given
             kl_coef = checkpoint["kl_coef"]
+        del checkpoint, states  # 24 bytes per parameter of one model
 
     # All arguments have been checked by now, except the login of --track. From here on the run exists on disk.
     run_dir = None
     if rank == 0:  # the others write nothing
         run_dir = Path(args.resume) if args.resume else make_run_folder(args)
         print(f"{run_dir}: {num_iterations} iterations of {args.batch_size} answers on {device}", flush=True)
-        if args.model is None and not checkpoint:
+        if args.model is None and not args.resume:
             for name, model in (("supervised", reference), ("reward", reward_model)):
                 save_model(model, tokenizer, run_dir / name)
         (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
@@ -839,13 +850,13 @@ def train(args, stop_signals=()):
             fail(f"iteration {iteration}: --reward-model gave NaN or infinity; the last checkpoint, if any, is kept", 1)
 
         # -------------------------------------------------------------------------------------------- advantages
-        kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # its mean over answers of the actor is the KL
+        kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # summed per answer, its mean estimates the KL
         rewards = compute_rewards(kl, scores, mask, kl_coef, args.clip_reward)
         advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)
 
         # -------------------------------------------------------------------------------------------- update
         rolled_out, all_metrics = time.time(), []
-        actor.train(checkpointing), critic.train(checkpointing)  # it asks for that mode; no dropout in either
+        actor.train(checkpointing), critic.train(checkpointing)  # checkpointing needs that mode; no dropout in either
         for _ in range(args.ppo_epochs):
             # Shuffle the batch, then cut it into minibatches (mb_, M rows).
             permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
@@ -864,12 +875,12 @@ def train(args, stop_signals=()):
                 value_loss = clipped_value_loss(new_values, mb_values, mb_returns, args.vf_clip_coef)
                 apply_gradient(value_loss, critic, critic_optimizer, args.max_grad_norm)
                 with torch.no_grad():
-                    entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()  # (M, R)
+                    policy = torch.distributions.Categorical(logits=logits[mb_mask], validate_args=False)
                     metrics = {
                         "policy_loss": policy_loss,
                         "value_loss": value_loss,
                         "values": new_values.mean(),
-                        "entropy": entropy[mb_mask].mean(),
+                        "entropy": policy.entropy().mean(),
                         "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, to the actor that answered
                         "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
                     }
