@@ -13,6 +13,7 @@ ranks that die.
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import io
 import os
 import random
@@ -131,9 +132,9 @@ def flags(script, folder, tries=2000):
                 args = module.parse_args([*words, "--runs-dir", str(folder)])
                 args.compile, args.async_envs = False, False
                 args.total_timesteps = 2 * args.num_envs * args.num_steps
-                agent, run_dir = module.train(args)
+                agent, _ = module.train(args)
             finite = all(bool(torch.isfinite(p).all()) for p in agent.parameters())
-            outcome = "trained" if finite and last_step(run_dir) >= 0 else "NOT FINITE"
+            outcome = "trained" if finite else "NOT FINITE"
         except SystemExit as end:
             lines = errors.getvalue().strip().splitlines()
             refused = end.code == 2 and lines
@@ -152,7 +153,7 @@ def flags(script, folder, tries=2000):
     return tries, ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
 
 
-def memory(script, folder, tries=1, steps=3_000_000):
+def memory(script, folder, steps=3_000_000):
     """Resident memory of a run, a tenth of the way through and at the end."""
     command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", ENV_IDS[script], "--runs-dir", str(folder)]
     command += ["--total-timesteps", str(steps)]
@@ -165,11 +166,13 @@ def memory(script, folder, tries=1, steps=3_000_000):
             (run_dir,) = folder.iterdir()
             samples.append((last_step(run_dir), kilobytes / 1024))
         time.sleep(2)
+    if process.returncode:
+        raise SystemExit(f"{script}.py ended with status {process.returncode}")
     early = [size for step, size in samples if 0.1 * steps <= step < 0.2 * steps]
     late = [size for step, size in samples if step > 0.9 * steps]
     grown = max(late) - max(early)
     text = f"{max(early):.0f} MB after a tenth of {steps:,} steps, {max(late):.0f} MB at the end"
-    return tries, text + (f": GROWN by {grown:.0f} MB" if grown > 10 else "")
+    return 1, text + (f": GROWN by {grown:.0f} MB" if grown > 10 else "")
 
 
 def main():
@@ -180,16 +183,22 @@ def main():
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    sizes = {name: getattr(args, name) for name in ("tries", "steps") if getattr(args, name)}
+    sizes = {name: getattr(args, name) for name in ("tries", "steps") if getattr(args, name) is not None}
+    takes = inspect.signature(globals()[args.fault]).parameters
+    if unknown := [name for name, size in sizes.items() if name not in takes or size < 1]:
+        parser.error(f"{args.fault} takes no --{unknown[0]} {sizes[unknown[0]]}")
     with tempfile.TemporaryDirectory() as folder:
         tries, outcome = globals()[args.fault](args.script, Path(folder), **sizes)
     print(f"{args.fault}, {args.script}, {tries} tries: {outcome}")
+    failed = any(word.isupper() and len(word) > 2 for word in outcome.split())
+    if not failed and any(size < takes[name].default for name, size in sizes.items()):
+        return  # a shorter try is not kept
     row = {"fault": args.fault, "script": args.script, "tries": tries, "outcome": outcome, "versions": VERSIONS}
     rows = [
         old for old in read_csv(RESULTS / "faults.csv") if (old["fault"], old["script"]) != (args.fault, args.script)
     ]
     write_rows(RESULTS / "faults.csv", FIELDS, sorted(rows + [row], key=lambda row: (row["fault"], row["script"])))
-    raise SystemExit(1 if any(word.isupper() and len(word) > 2 for word in outcome.split()) else 0)
+    raise SystemExit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ of each evaluation environment, with sampled actions; the original divides all r
 episodes that ended in them. Its figures are in tests/golden.json, seed001_results."""
 
 import copy
-import csv
 import dataclasses
 import json
 import os
@@ -26,7 +25,7 @@ import numpy as np
 import ppo_gpu_sim as ppo
 import report
 import tyro
-from report import RESULTS, ROOT, bootstrap_interval, write_rows
+from report import RESULTS, ROOT, bootstrap_interval, read_csv, write_rows
 from run import machine
 from scipy.stats import mannwhitneyu, ttest_ind
 
@@ -36,7 +35,7 @@ FULL = {"eval_episodes": 2048}  # the rest are the defaults of --update
 SMALL = {"num_envs": 256, "num_steps": 20, "num_minibatches": 8, "total_timesteps": 512_000, "eval_episodes": 32}
 SMALL |= {"compile": False}  # it would not earn back the time that compiling takes
 UPDATES = {"google": ppo.GOOGLE, "nvidia": ppo.NVIDIA}
-# Google's update with one of the three things that NVIDIA's has; with stored values it is NVIDIA's as it was printed.
+# Google's update with one of NVIDIA's three differences; google+stored was printed as NVIDIA's.
 UPDATES["google+stored"] = ppo.GOOGLE | {"recompute_targets": False}
 UPDATES["google+normalised"] = ppo.GOOGLE | {"norm_adv": "minibatch"}
 UPDATES["google+gae"] = ppo.GOOGLE | {"advantages": "gae"}
@@ -51,11 +50,6 @@ class Args:
     runs_dir: str = "runs/google_vs_nvidia"  # where run folders are made
     device: str = "auto"  # as in ppo_gpu_sim.py
     report: bool = False  # train nothing
-
-
-def evaluations_of(run_dir):
-    with open(run_dir / "evaluations.csv") as file:
-        return list(csv.DictReader(file))
 
 
 def train_all(args, settings):
@@ -80,11 +74,10 @@ def train_all(args, settings):
             given |= {"num_evaluations": 10, "eval_deterministic": False, "runs_dir": args.runs_dir}
             name = given["exp_name"].replace("+", "-")
             folders = Path(args.runs_dir).glob(f"brax-ant__{name}__{seed}__*/evaluations.csv")
-            finished = [path.parent for path in folders if len(evaluations_of(path.parent)) == 11]
+            finished = [path.parent for path in folders if len(read_csv(path)) == 11]
             run_dir = finished[0] if finished else ppo.train(ppo.Args(**(UPDATES[update] | settings | given)))[1]
-            rows += [
-                {"update": update, "seed": seed, "evaluation": i} | row for i, row in enumerate(evaluations_of(run_dir))
-            ]
+            about = {"update": update, "seed": seed}
+            rows += [about | {"evaluation": i} | row for i, row in enumerate(read_csv(run_dir / "evaluations.csv"))]
     return rows
 
 
@@ -154,13 +147,14 @@ def main():
         about = {"size": size, "versions": report.installed_versions(), "hardware": machine()["hardware"]}
         rows = [about | row for row in train_all(args, SMALL if args.small else FULL)]
         rows = [{name: row[name] for name in FIELDS} for row in rows]
-        if path.exists():  # what this call was not about stays
-            with open(path) as file:
-                rows = [row for row in csv.DictReader(file) if row["update"] not in args.updates] + rows
-        write_rows(path, FIELDS, rows)
-    with open(path) as file:
-        rows = list(csv.DictReader(file))
-    print(table(rows), table_of_differences(rows), sep="\n\n")
+        done = {(row["update"], str(row["seed"])) for row in rows}
+        # What this call was not about stays.
+        kept = [row for row in read_csv(path) if (row["update"], row["seed"]) not in done]
+        write_rows(path, FIELDS, kept + rows)
+    rows = read_csv(path)
+    if {"google", "nvidia"} <= {row["update"] for row in rows}:
+        print(table(rows), end="\n\n")
+    print(table_of_differences(rows))
     draw(rows, path.with_suffix(".png"))
 
 

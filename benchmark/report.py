@@ -9,7 +9,7 @@ A run's figure is the mean raw return of its last 100 training episodes (the pol
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
 Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). Of a suite of run.py only
 its own tasks are taken from the folders given. A row remembers which defaults its flags are differences from, in
-results/defaults.json: results of other defaults than the present ones are marked as such, and never averaged with them.
+results/defaults.json: rows of other defaults than the present ones are marked, and never averaged with others.
 """
 
 import csv
@@ -35,17 +35,18 @@ RESULTS = ROOT / "benchmark" / "results"
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
 FIELDS += ["episodes", "seconds", "solved_at", "flags", "defaults", "versions", "commit", "hardware"]
 # Arguments that say where and how a run went, not what it did.
-WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "num_threads", "resume", "resume_episodes", "compile"}
+WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "resume", "resume_episodes", "compile"}
 WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
+BEFORE = {"kl_coef": 0.0}  # what runs did that are older than a flag
 # Solved: this mean return over 100 episodes. The name without the module that registers the task.
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
 SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. They were chosen on these "
-    "tasks, seeds 1 to 3 (Hopper: also 4; Humanoid: only 1; benchmark/NOTES.md). Their noise falls to 0 over the run "
-    "(`--anneal-std`), CleanRL's does not. Published figures, except CleanRL's, are for versions -v2 and -v3 of the "
-    "tasks; TRPO is sb3-contrib's, evaluated after training",
+    "tasks, mostly on seeds 1 to 3, some on single ones up to 5 (Humanoid: only 1; benchmark/NOTES.md). Their noise "
+    "falls to 0 over the run (`--anneal-std`), CleanRL's does not. Published figures, except CleanRL's, are for "
+    "versions -v2 and -v3 of the tasks; TRPO is sb3-contrib's, evaluated after training",
     "classic": "**Classic control**",
     "memory": "**Tasks that need a memory**",
 }
@@ -122,7 +123,7 @@ def defaults_of(script, env_id):
     """The present default arguments of a script, those that results depend on."""
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
-    atari = env_id.startswith("ALE/") and hasattr(module, "ATARI")
+    atari = hasattr(module, "is_atari") and module.is_atari(env_id)
     defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
     return {name: value for name, value in defaults.items() if name not in WHERE_AND_HOW}
 
@@ -138,8 +139,8 @@ def read_defaults():
 
 
 def differ(row, defaults):
-    """Whether the defaults of a row are others. A flag that has come or gone since does not make them so."""
-    known = read_defaults().get(row["defaults"], {})  # nothing for rows from before there was that column
+    """Whether a row was made with other defaults. A flag that only one side knows does not count, but for BEFORE."""
+    known = BEFORE | read_defaults().get(row["defaults"], {})  # nothing for rows from before there was that column
     return any(defaults.get(name, value) != value for name, value in known.items())
 
 
@@ -149,7 +150,7 @@ def summarise(run_dir):
     episodes = read_csv(run_dir / "episodes.csv")
     if not episodes or not is_finished(run_dir):
         return None
-    args, script = json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
+    args, script = BEFORE | json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
     defaults = defaults_of(script, args["env_id"])
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
@@ -235,14 +236,15 @@ def group_by(rows, *fields):
 
 
 def settings_table(rows):
-    """Markdown: mean, standard deviation and the single seeds, for each task and setting."""
-    lines = ["| script | task | flags | seeds | mean | standard deviation | single runs | solved at step |"]
+    """Markdown: mean, standard deviation and the single seeds, for each task, setting and name."""
+    lines = ["| name | task | flags | seeds | mean | standard deviation | single runs | solved at step |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    for (script, env_id, flags), group in group_by(rows, "script", "env_id", "flags").items():
+    fields = "exp_name", "env_id", "flags", "global_step", "defaults"
+    for (name, env_id, flags, *_), group in group_by(rows, *fields).items():
         values = [float(row["last_100_mean"]) for row in group]
-        digits = 0 if abs(values[0]) >= 500 else 1
-        cells = [script, env_id, flags or "defaults", len(values), f"{statistics.fmean(values):,.{digits}f}"]
-        cells += [f"{statistics.pstdev(values):,.{digits}f}", ", ".join(f"{value:,.{digits}f}" for value in values)]
+        cells = [name, env_id, flags or "defaults", len(values), number(statistics.fmean(values), values[0])]
+        cells += [number(statistics.stdev(values), values[0]) if len(values) > 1 else ""]
+        cells += [", ".join(number(value, values[0]) for value in values)]
         cells += [", ".join(row["solved_at"] or "-" for row in group) if env_id.split(":")[-1] in SOLVED else ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
@@ -320,7 +322,7 @@ def play_at_random(env_id, steps=100_000, episodes=100):
             returns[-1] += float(reward)
             taken += 1
             ended = terminated or truncated
-    return {"env_id": env_id, "mean_return": f"{statistics.fmean(returns):.1f}", "episodes": len(returns)}
+    return {"env_id": env_id, "mean_return": f"{statistics.fmean(returns):.4g}", "episodes": len(returns)}
 
 
 def write_random():
@@ -337,19 +339,20 @@ def read_suite(name):
     rows.sort(key=lambda row: order.index(row["env_id"]) if row["env_id"] in order else len(order))
     for row in rows:
         row.setdefault("defaults", "")  # of a file from before there was that column
-        row["settings"] = re.sub(r"--total-timesteps=\d+ ?", "", row["flags"])
+        row["settings"] = re.sub(r" ?--total-timesteps=\d+", "", row["flags"]).strip()
     groups = group_by(rows, "env_id", "script", "settings", "global_step")
     for key, group in groups.items():
         if len(group) != len({row["seed"] for row in group}):
             raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
-        first = read_defaults().get(group[0]["defaults"], {})
-        if any(differ(row, first) or bool(row["defaults"]) != bool(first) for row in group):
+        first = BEFORE | read_defaults().get(group[0]["defaults"], {})
+        if any(differ(row, first) or bool(row["defaults"]) != bool(group[0]["defaults"]) for row in group):
             raise SystemExit(f"results/{name}.csv mixes different defaults for {', '.join(key)}: delete the older rows")
     return groups
 
 
 def number(value, unit):
-    return f"{float(value):,.{0 if unit >= 500 else 1}f}"
+    """Text of a figure, with the digits that a figure of the size of `unit` has."""
+    return f"{float(value):,.{0 if abs(unit) >= 500 else 1 if abs(unit) >= 2 else 2}f}"
 
 
 def suite_table(name):
@@ -387,7 +390,7 @@ def suite_table(name):
                 cells[-1] += f" at {int(row['steps']):,}"
         lines.append("| " + " | ".join(cells) + " |")
         whole_run = 0.95 < int(steps) / float(published.get((env_id, "highest"), {"steps": "inf"})["steps"]) < 1.05
-        if not settings and whole_run and env_id in random:
+        if not settings and whole_run and env_id in random and not differ(rows[0], defaults_of(script, env_id)):
             highest = float(published[env_id, "highest"]["mean_return"])
             scores.append((values - random[env_id]) / (highest - random[env_id]))
             names.append(task)
@@ -462,7 +465,7 @@ def draw_curves(name):
 def write_readme():
     """Tables and pictures of all suites, between README's markers."""
     text = "In all tables *last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over"
-    text += " seeds, with a 95% bootstrap interval (too narrow for few: with three it is their range); *evaluated*"
+    text += " seeds, with a 95% bootstrap interval (too narrow for few seeds: of three it is the range); *evaluated*"
     text += " is the mean of ten episodes (or `--eval-episodes`) of the trained agent without exploration."
     lines = [text, ""]
     for name in SUITES:

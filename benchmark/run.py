@@ -116,16 +116,16 @@ def load_script(name):
 
 def make_jobs(args, flags=()):
     """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
-    for name in ("seeds", "jobs", "eval_episodes"):
+    for name in ("seeds", "jobs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+            raise SystemExit(f"--{name} must be at least 1, not {getattr(args, name)}")
     tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
         raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}")
     if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
         raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
     jobs, more = [], ["--exp-name", args.exp_name] if args.exp_name else []
-    more += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps else []
+    more += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps is not None else []
     for seed in range(1, args.seeds + 1):
         for script, env_id, own_flags in tasks:
             words = (*own_flags.split(), *more, *flags)
@@ -333,7 +333,9 @@ def main():
         words += ["--ray", "None", "--runs-dir", str(Path(args.runs_dir).absolute())]
         failed = run_on_ray(jobs, args.ray, words, flags, int(args.suite.startswith("atari")))
     else:
-        failed = run_here(jobs, args.jobs or len(gpus) or os.cpu_count(), gpus)
+        # Of the machine's cores a job of a scheduler may have a few.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        failed = run_here(jobs, args.jobs or len(gpus) or cores, gpus)
     print(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished, after {time.time() - start:,.0f} s")
     for job, error in failed.items():
         print(f"failed: {job}: {error}", file=sys.stderr)

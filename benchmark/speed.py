@@ -2,15 +2,13 @@
 
     python -m pip install -r benchmark/requirements.txt
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
-    python benchmark/speed.py continuous-1 continuous-8 discrete   # SB3's PPO
-    python benchmark/speed.py discrete --cleanrl PATH              # CleanRL too, from a checkout
-    python benchmark/speed.py continuous-8 --cleanrl PATH --leanrl PATH   # LeanRL too
+    python benchmark/speed.py continuous-1 continuous-8 discrete --cleanrl PATH --leanrl PATH   # SB3, and checkouts
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
     python benchmark/speed.py atari-8 atari-128                    # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
 
-Both want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails with a newer
-tensordict). LeanRL is compiled, without CUDA graphs, which need a GPU:
+CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
+with a newer tensordict). LeanRL is compiled, without CUDA graphs, which need a GPU:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
@@ -244,7 +242,7 @@ def main():
     path, cases = RESULTS / "speed.csv", make_cases(*checkouts)
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     for row in rows:
-        if row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
+        if args.scale == 1 and row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
             parser.error(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
     for case in args.cases:
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}

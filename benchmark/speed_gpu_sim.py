@@ -70,7 +70,7 @@ class FreeEnvs:
 def ours_without_simulator(args, runs_dir):
     settings = {"num_envs": args.num_envs, "env_id": "free", "runs_dir": runs_dir, "device": args.device}
     ppo_args = ppo.Args(
-        **settings, total_timesteps=args.num_envs * 24 * (args.iterations + 5), checkpoint_interval=10**6
+        **settings, total_timesteps=args.num_envs * 24 * (args.iterations + 4), checkpoint_interval=10**6
     )
     envs = FreeEnvs(args.num_envs, torch.device(args.device), ppo_args.num_steps)
     ppo.make_envs = lambda *_: envs
@@ -97,7 +97,7 @@ def rsl_rl_without_simulator(args, _):
     critic = MLPModel(obs, groups, "critic", 1, **networks).to(args.device)
     storage = RolloutStorage("rl", N, T, obs, [12], args.device)
     learner = PPO(actor, critic, storage, device=args.device)
-    for _ in range(args.iterations + 5):
+    for _ in range(args.iterations + 4):
         with torch.inference_mode():
             for _ in range(T):
                 next_obs, rewards, terminations, truncations, _ = envs.step(learner.act(obs))

@@ -89,7 +89,7 @@ def main():
     script, space = Path(sweep["program"]).stem, dict(sweep["parameters"])
     env_ids = args.env_ids or (space["env_id"]["value"],)
     del space["env_id"]
-    if args.total_timesteps:
+    if args.total_timesteps is not None:
         space["total_timesteps"] = {"value": args.total_timesteps}
     scale = make_scale(env_ids)
     runs_dir = args.runs_dir.absolute()
