@@ -304,7 +304,7 @@ def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(suites.SUITES, "classic", tasks)
     words = ["run.py", "--suite=classic", "--seeds=1", "--eval-episodes=1", f"--runs-dir={tmp_path}", *QUICK]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(SystemExit, match=r"^1$"):
         suites.main()
     out, err = capsys.readouterr()
     assert "1 of 2 runs have finished" in out and len(run_dirs(tmp_path)) == 1
@@ -437,7 +437,7 @@ def test_speed_drops_no_peer_in_silence(tmp_path, monkeypatch, capsys):
     shutil.copy(report.RESULTS / "speed.csv", tmp_path)
     monkeypatch.setattr(speed, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["speed.py", "discrete"])
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         speed.main()
     assert "speed.csv has CleanRL for discrete: give its path too" in capsys.readouterr().err
 

@@ -116,7 +116,7 @@ def test_resume_with_other_observations(script, small_args, capsys):
     saved = torch.load(other / "checkpoint.pt")
     saved["args"]["env_id"] = args.env_id = checkpoint["args"]["env_id"]
     torch.save(saved, other / "checkpoint.pt")
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         script.train(args)
     assert "has other observations now than when" in capsys.readouterr().err
 
@@ -134,13 +134,13 @@ def test_resume_in_a_folder_that_cannot_be_written(script, small_args, capsys):
     _, run_dir = script.train(small_args())
     (run_dir / "args.tmp").mkdir()
     args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=512)
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(SystemExit, match=r"^1$"):
         script.train(args)
     assert f"cannot write into {run_dir}" in capsys.readouterr().err
 
 
 def test_no_vector_to_see_in_processes(script, small_args, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         script.make_envs(small_args(env_id=probe(script, "Words"), async_envs=True), 2)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -159,7 +159,7 @@ def test_a_suite_knows_its_runs(tmp_path):
     (folder / "checkpoint.pt").touch()
     (folder / "args.json").write_text(json.dumps(vars(job("slow__1").parsed)))
     assert suites.find_run(job("slow__1")) == folder and suites.find_run(job("slow")) is None
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         suites.make_jobs(suites.Args("classic", eval_episodes=0))
 
 
@@ -169,7 +169,7 @@ def test_gpu_sim_resume_with_another_init_std(tmp_path, capsys):
     small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "hidden_size": 8, "compile": False}
     args = sim.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), total_timesteps=64, **small)
     _, run_dir = sim.train(args)
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         sim.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128, init_std=0.1))
     assert "--init-std 0.1" in capsys.readouterr().err
 
@@ -281,6 +281,6 @@ def test_wandb_run_of_a_folder_called_dot(script, small_args, monkeypatch):
 def test_gpu_sim_without_a_vector_to_see(capsys):
     sys.path.insert(0, str(ROOT / "variants"))
     sim = importlib.import_module("ppo_gpu_sim")
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         sim.make_envs(sim.Args(env_id="box/Words-v0"), 2, torch.device("cpu"))
     assert "cannot be flattened" in capsys.readouterr().err

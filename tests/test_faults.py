@@ -102,7 +102,7 @@ def test_disk_full_for_logs(script, small_args, monkeypatch, capsys, full):
 
     monkeypatch.setattr(script, "write_log", write_log)
     args = small_args(checkpoint_interval=1)
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(SystemExit, match=r"^1$"):
         script.train(args)
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert "No space left on device" in line
@@ -133,6 +133,6 @@ def test_checkpoint_that_is_code(script, tmp_path, monkeypatch, capsys):
     checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     torch.save(checkpoint | {"iteration": Command()}, run_dir / "checkpoint.pt")
     monkeypatch.setattr("sys.argv", [script.__name__, "--resume", str(run_dir)])
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         script.main()
     assert "is damaged" in capsys.readouterr().err and not Path(tmp_path, "it-ran").exists()

@@ -707,7 +707,7 @@ def test_gymnasium(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="JAX may see it too")
 def test_brax_without_the_jax_of_the_device(capsys):
     pytest.importorskip("brax", reason="Brax is not installed: environments of Brax are not tested")
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         script.BraxEnvs("inverted_pendulum", 2, torch.device("cuda"), "generalized", 30)
     assert "jax[cuda13]" in capsys.readouterr().err
 

@@ -110,7 +110,7 @@ def test_shared_memory(script, monkeypatch):
 
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(30)
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(SystemExit, match=r"^1$"):
         script.talk_to_ranks(memory.exchange, np.zeros(1))
     signal.alarm(0)
 

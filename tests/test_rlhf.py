@@ -603,7 +603,7 @@ def test_a_sweep_command_line():
 def test_context_of_mpt(models, small_args):
     """Its configuration has another name for it."""
     mpt = SimpleNamespace(config=SimpleNamespace(max_seq_len=6))
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         ppo_rlhf.load_prompts(small_args(), models[0], mpt)
 
 

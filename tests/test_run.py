@@ -329,7 +329,7 @@ def test_resume_with_other_actions(script, small_args, capsys):
     checkpoint["agent"][name] += 1
     torch.save(checkpoint, run_dir / "checkpoint.pt")
     args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=512)
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         script.train(args)
     assert "has other actions now than when" in capsys.readouterr().err
 
