@@ -221,6 +221,36 @@ def test_ratio_is_one_in_the_first_minibatch(script, small_args, monkeypatch):
     assert (ratios[per_iteration - 1] - 1).abs().max() > 1e-3  # while the last minibatch finds another
 
 
+def test_steps_are_adams(script, small_args, monkeypatch):
+    """torch's Adam, with the eps of baselines, on gradients that torch has clipped: the same weights after three steps.
+    They are so small here that eps matters."""
+    starts, gradients, to_vector = [], [], script.parameters_to_vector
+    monkeypatch.setattr(
+        script, "parameters_to_vector", lambda x: starts.append(to_vector(x).detach()) or starts[0].clone()
+    )
+    monkeypatch.setattr(script, "average_over_ranks", lambda gradient, *_: gradients.append(gradient.clone()))
+    one_iteration = {"num_envs": 8, "num_steps": 8, "total_timesteps": 64, "num_minibatches": 1, "update_epochs": 3}
+    args = small_args(**one_iteration, max_grad_norm=1e-3, learning_rate=1e-2, target_kl=None)
+    agent, _ = script.train(args)
+    weights = starts[0]
+    optimizer = torch.optim.Adam([weights], lr=1e-2, eps=1e-5)
+    for gradient in gradients[:3]:
+        weights.grad = gradient
+        torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+        optimizer.step()
+    torch.testing.assert_close(to_vector(agent.parameters()).detach(), weights, atol=1e-6, rtol=1e-5)
+
+
+def test_explained_variance_is_of_the_critic_before_the_update(script, small_args, monkeypatch):
+    estimate, explain, estimates, explained = script.estimate_advantages, script.explained_variance, [], []
+    monkeypatch.setattr(script, "estimate_advantages", lambda *x: estimates.append(estimate(*x)) or estimates[-1])
+    monkeypatch.setattr(script, "explained_variance", lambda *x: explained.append(x) or explain(*x))
+    script.train(small_args(total_timesteps=64, num_envs=8, num_steps=8, recompute_advantages=True))
+    values, _, returns = estimates[0]
+    assert len(estimates) > 1 and not torch.equal(values, estimates[-1][0])
+    assert torch.equal(explained[0][0], values) and torch.equal(explained[0][1], returns)
+
+
 HARD = {
     "norm_adv": True,
     "recompute_advantages": True,
