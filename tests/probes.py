@@ -169,7 +169,7 @@ class Entropy(Target):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.target = self.target * np.float32(np.random.default_rng().choice([0.25, 0.5, 0.75]))
+        self.target = self.target * np.float32(np.random.default_rng().uniform(0.25, 0.75))
         return self.target.copy(), {}
 
 
