@@ -1056,6 +1056,7 @@ def train(args, stop_signals=()):
         if args.track:
             import wandb
 
+            # The folder's name as the id: a resumed run goes on in the same run of wandb.
             name = run_dir.resolve().name  # Path(".") has none
             run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
             try:
@@ -1155,7 +1156,7 @@ def train(args, stop_signals=()):
         columns = batch["obs"].shape[1]  # C unrolls, or T * N single steps
 
         # -------------------------------------------------------------------------------------------- update
-        all_metrics, stop_update = [], False
+        all_metrics = []
         for _ in range(args.update_epochs):
             # Shuffle all columns at once, then cut them into minibatches.
             permutation = torch.randperm(columns, device=device)
@@ -1164,6 +1165,7 @@ def train(args, stop_signals=()):
                 *gradients, metrics = compute_gradients(dict(zip(batch, minibatch)))
                 if not all_metrics:  # the KL of the policy and itself: rounding must not move the learning rate
                     metrics["kl"].zero_()
+                # The KL too: all ranks must stop, or adapt the learning rate, in the same minibatch.
                 average_over_ranks(*gradients, metrics["kl"])
                 all_metrics.append(metrics)
                 stop_update = args.target_kl is not None and metrics["kl"].item() > 1.5 * args.target_kl
