@@ -2,6 +2,7 @@
 
     python benchmark/run.py --suite classic                        # seeds 1 to 5 of each task, into runs/
     python benchmark/run.py --suite mujoco --seeds 3 --tasks Hopper-v4 Ant-v4
+    python benchmark/run.py --suite mujoco --first-seed 6          # five more, 6 to 10
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
     python benchmark/run.py --suite mujoco --ray auto              # on the Ray cluster that this machine belongs to
@@ -71,7 +72,8 @@ SUITES = {  # script, task, flags
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
     suite: Literal[tuple(SUITES)]  # which tasks
-    seeds: int = 5  # seeds 1 to this of every task
+    seeds: int = 5  # how many seeds of every task
+    first_seed: int = 1  # the first of them
     tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
     total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
     exp_name: str | None = None  # name of these settings in run folders and tables; None: the script's
@@ -116,9 +118,9 @@ def load_script(name):
 
 def make_jobs(args, flags=()):
     """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
-    for name in ("seeds", "jobs"):
+    for name in ("seeds", "first_seed", "jobs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise SystemExit(f"--{name} must be at least 1, not {getattr(args, name)}")
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
         raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}")
@@ -126,7 +128,7 @@ def make_jobs(args, flags=()):
         raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
     jobs, more = [], ["--exp-name", args.exp_name] if args.exp_name else []
     more += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps is not None else []
-    for seed in range(1, args.seeds + 1):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, env_id, own_flags in tasks:
             words = (*own_flags.split(), *more, *flags)
             jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))

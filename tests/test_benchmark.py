@@ -333,9 +333,15 @@ def test_shards_are_the_whole(suite):
             suites.make_jobs(suites.Args(suite, shard=shard))
 
 
+def test_more_seeds_go_on_where_the_first_ended():
+    whole = suites.make_jobs(suites.Args("classic", seeds=5))
+    parts = [suites.make_jobs(suites.Args("classic", seeds=n, first_seed=first)) for first, n in ((1, 2), (3, 3))]
+    assert [str(job) for job in parts[0] + parts[1]] == [str(job) for job in whole]
+
+
 def test_suites_without_runs_are_refused():
-    for name in ("seeds", "jobs"):
-        with pytest.raises(SystemExit, match=f"--{name} must be at least 1"):
+    for name in ("seeds", "first_seed", "jobs"):
+        with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
             suites.make_jobs(suites.Args("classic", **{name: 0}))
 
 
