@@ -4,15 +4,15 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete --cleanrl PATH --leanrl PATH   # SB3, and checkouts
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
-    python benchmark/speed.py atari-8 atari-128                    # on a GPU, where there is one
+    python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
-with a newer tensordict). LeanRL is compiled, without CUDA graphs, which need a GPU:
+with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with CUDA graphs where there is a GPU:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
-    .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
+    .venv/bin/pip install tensordict==0.10.0 tqdm wandb envpool==1.0.0 "gym<0.26"                     # LeanRL only
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
@@ -31,6 +31,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from report import RESULTS, ROOT
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
@@ -65,6 +66,13 @@ ATARI_SIMULATOR = """
 import sys; sys.path.insert(0, {root!r})
 import ppo_discrete
 envs = ppo_discrete.make_envs(ppo_discrete.parse_args(["--env-id", {env_id!r}]), {envs})
+"""
+# Without the two lines that replace properties of torch's Categorical: torch 2.13 has others there, and fails.
+LEANRL_ATARI = """
+import re, sys
+__file__ = sys.argv[0] = {path!r}
+source = re.sub(r"(?m)^Categorical\\..*", "", open(__file__).read())
+exec(compile(source, __file__, "exec"))
 """
 
 
@@ -103,12 +111,21 @@ def simulator(env_id, envs, code=SIMULATOR):
     return lambda steps: [sys.executable, "-c", code.format(root=str(ROOT), env_id=env_id, envs=envs, steps=steps)]
 
 
-def atari_case(envs):
+def leanrl_atari(checkout, envs):
+    """LeanRL's script for Breakout: games by envpool, which has threads of its own."""
+    code = LEANRL_ATARI.format(path=str(checkout / "leanrl" / "ppo_atari_envpool_torchcompile.py"))
+    program = [str(checkout / ".venv" / "bin" / "python"), "-c", code, "--compile", f"--num-envs={envs}"]
+    program.append("--cudagraphs" if torch.cuda.is_available() else "--no-cuda")
+    return lambda steps: [*program, f"--total-timesteps={steps}"]
+
+
+def atari_case(envs, leanrl):
     """Breakout with the published settings, but for the number of environments: minibatches grow with it."""
-    flags = {"env_id": "ALE/Breakout-v5", "num_envs": envs}
+    flags = {"env_id": "ALE/Breakout-v5", "num_envs": envs, "clip_vloss": True}
     alone = simulator("ALE/Breakout-v5", envs, ATARI_SIMULATOR)
-    short, long = (16384, 147456) if envs == 8 else (32768, 425984)
-    return {"ppo_discrete": (ours("ppo_discrete", **flags), short, long), "simulator": (alone, short, long)}
+    steps = (16384, 147456) if envs == 8 else (32768, 425984)
+    contestants = {"LeanRL": (leanrl_atari(leanrl, envs), *steps)} if leanrl else {}
+    return contestants | {"ppo_discrete": (ours("ppo_discrete", **flags), *steps), "simulator": (alone, *steps)}
 
 
 def rnn_case(separate):
@@ -163,8 +180,8 @@ def make_cases(cleanrl=None, leanrl=None):
     checkout. LeanRL unrolls GAE to compile it, which takes minutes for 256 steps already: not tried with 2,048."""
     mine = (ours("ppo_continuous"), 16000, 146000)
     return {
-        "atari-8": atari_case(8),
-        "atari-128": atari_case(128),
+        "atari-8": atari_case(8, leanrl),
+        "atari-128": atari_case(128, leanrl),
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
         "discrete": discrete_case(cleanrl),
