@@ -269,8 +269,8 @@ def speed_table():
     lines = [
         "**Speed** on one CPU thread, startup excluded: environment steps per second, and their ratio to others at the"
     ]
-    lines[0] += " same settings, run in turn on one machine. Last column: percentage of the speed that the simulators"
-    lines[0] += " reach alone, with random actions."
+    lines[0] += " same settings, those of a row run in turn on one machine (not all rows on the same). Last column:"
+    lines[0] += " percentage of the speed that the simulators reach alone, with random actions."
     others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib"), "CleanRL": ("CleanRL",), "LeanRL": ("LeanRL",)}
     others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
     columns = [
