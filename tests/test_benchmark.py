@@ -80,7 +80,7 @@ def run_dirs(runs_dir):
     return sorted(path for path in Path(runs_dir).iterdir() if path.name != "logs")
 
 
-def test_report_of_a_run(finished_runs, tmp_path, monkeypatch):
+def test_report_of_a_run(finished_runs, tmp_path, monkeypatch, capsys):
     """The row of a run: the mean of its last 100 episodes, the flags that are not default; nothing for an unfinished
     run; a run of the same settings and seed takes the place of the one before, another one does not."""
     run_dir, other = run_dirs(finished_runs[0])
@@ -101,8 +101,10 @@ def test_report_of_a_run(finished_runs, tmp_path, monkeypatch):
     assert len(early) < 100 and before > 1000 and at[1065] == pytest.approx(np.mean(early), rel=0.15)
 
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    for paths in ([run_dir], [run_dir, other], [run_dir, tmp_path / "logs"]):
+    for paths in ([run_dir], [other], [run_dir, tmp_path / "logs"]):
         report.write_csv("some", paths)
+    (line,) = (line for line in capsys.readouterr().out.splitlines()[-3:] if "CartPole-v1" in line)  # both are in it
+    assert line.count("| 2 |") == 1
     assert len(report.read_csv(tmp_path / "some.csv")) == 2
     points = report.read_csv(tmp_path / "some_curves.csv")
     assert len(points) == len({(point["seed"], point["global_step"]) for point in points}) > report.CURVE_POINTS
