@@ -45,7 +45,7 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. They were chosen on these "
     "tasks, mostly on seeds 1 to 3, some on single ones up to 5 (Humanoid: only 1; benchmark/NOTES.md); 6 to 8 were "
-    "run afterwards. Their noise falls to 0 over the run (`--anneal-std`), CleanRL's does not. Published figures, "
+    "run afterwards. The noise falls to 0 over a run (`--anneal-std`), CleanRL's does not. Published figures, "
     "except CleanRL's, are for versions -v2 and -v3 of the tasks; TRPO is sb3-contrib's, evaluated after training",
     "classic": "**Classic control**",
     "memory": "**Tasks that need a memory**",
@@ -225,7 +225,8 @@ def write_csv(name, run_dirs):
     (RESULTS / "defaults.json").write_text(json.dumps(known, indent=1) + "\n")
     write_rows(RESULTS / f"{name}_curves.csv", [*key, "global_step", "seconds", "mean_return"], curves)
     print(f"{len(found)} of {len(run_dirs)} runs -> {RESULTS / name}.csv, which has {len(rows)} now")
-    print(settings_table(read_csv(RESULTS / f"{name}.csv")))  # as text, new rows like earlier ones
+    # Read back: new rows have numbers where earlier ones have text.
+    print(settings_table(read_csv(RESULTS / f"{name}.csv")))
 
 
 def group_by(rows, *fields):

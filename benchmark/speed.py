@@ -67,7 +67,7 @@ import sys; sys.path.insert(0, {root!r})
 import ppo_discrete
 envs = ppo_discrete.make_envs(ppo_discrete.parse_args(["--env-id", {env_id!r}]), {envs})
 """
-# Without the two lines that replace properties of torch's Categorical: torch 2.13 has others there, and fails.
+# Without two lines that replace properties of torch's Categorical by read-only ones, which torch 2.13 cannot do with.
 LEANRL_ATARI = """
 import re, sys
 __file__ = sys.argv[0] = {path!r}

@@ -1,6 +1,7 @@
 """benchmark/: what it measures is what happened."""
 
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -253,7 +254,8 @@ def test_evaluation_is_of_the_agent_as_it_is(finished_runs, tmp_path):
     record, commit = run_dir / "benchmark.json", "0123abc"
 
     def evaluation(eval_episodes):
-        args = suites.Args("classic", 1, 1, ("CartPole-v1",), 4096, runs_dir=str(tmp_path), eval_episodes=eval_episodes)
+        args = suites.Args("classic", seeds=1, tasks=("CartPole-v1",), total_timesteps=4096)
+        args = dataclasses.replace(args, runs_dir=str(tmp_path), eval_episodes=eval_episodes)
         (job,) = suites.make_jobs(args, QUICK[2:])
         assert suites.run_job(job)["evaluation"] == f"{json.loads(record.read_text())['evaluation']:.6g}"
         return json.loads(record.read_text())

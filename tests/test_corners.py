@@ -151,7 +151,8 @@ def test_a_suite_knows_its_runs(tmp_path):
     import run as suites
 
     def job(exp_name):
-        args = suites.Args("classic", 1, 1, ("CartPole-v1",), 4096, exp_name, runs_dir=str(tmp_path))
+        args = suites.Args("classic", seeds=1, tasks=("CartPole-v1",), total_timesteps=4096)
+        args = dataclasses.replace(args, exp_name=exp_name, runs_dir=str(tmp_path))
         return suites.make_jobs(args)[0]
 
     folder = tmp_path / "CartPole-v1__slow__1__1__1795377113.372"
