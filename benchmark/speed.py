@@ -146,7 +146,7 @@ def continuous_case(envs, steps, cleanrl, leanrl=None):
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     flags_of_ours = {"kl_coef": 0, "target_kl": None, "log_std_init": 0, "anneal_std": False}
-    flags_of_ours |= {"log_std_min": None, "log_std_max": None}
+    flags_of_ours |= {"log_std_min": None, "log_std_max": None, "stagger_envs": False}
     mine = ours("ppo_continuous", **flags, **flags_of_ours, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
@@ -196,10 +196,15 @@ def make_cases(cleanrl=None, leanrl=None):
     }
 
 
+def one_thread(**variables):
+    """Environment variables for a contestant's process."""
+    # LeanRL logs to wandb only.
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"} | variables
+
+
 def seconds(command, cache):
     """Wall time of a command, which runs in an empty folder; what it compiles is kept in the folder `cache`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": cache}
-    environment |= {"WANDB_MODE": "offline"}  # LeanRL logs there only
+    environment = one_thread(TORCHINDUCTOR_CACHE_DIR=cache)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
