@@ -22,6 +22,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 import ppo_discrete
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import learning
 import report
 import run as suites
 import speed
@@ -458,3 +459,38 @@ def test_speed_commands_run(contestant, tmp_path):
     assert speed.seconds(command(512) + ["--no-compile"] * (contestant == "ppo_discrete"), str(tmp_path)) > 0
     with pytest.raises(SystemExit, match="failed"):
         speed.seconds([sys.executable, "-c", "raise ValueError"], str(tmp_path))
+
+
+def test_learning_is_that_of_the_timed_command(tmp_path):
+    """The figure is that of a run of the same command line in episodes.csv; an older checkout gets no flag it lacks."""
+    contestant, _, _ = speed.make_cases()["discrete"]["ppo_discrete"]
+    command = [*contestant(4096), "--no-compile", "--no-norm-adv"]
+    figure = learning.last_100_mean(command)
+    subprocess.run([*command, f"--runs-dir={tmp_path}"], check=True, env=speed.one_thread(), capture_output=True)
+    episodes = report.read_csv(next(tmp_path.iterdir()) / "episodes.csv")
+    assert figure == pytest.approx(np.mean([float(row["episodic_return"]) for row in episodes[-100:]]), rel=1e-6)
+    with pytest.raises(SystemExit, match=r"only .* episodes, 100 are needed"):
+        learning.last_100_mean([*contestant(512), "--no-compile"])
+
+    old = (ROOT / "ppo_discrete.py").read_text().replace("    norm_adv: bool", "    was_not: bool")
+    (tmp_path / "ppo_discrete.py").write_text(old)
+    assert learning.at(tmp_path, command) == [command[0], str(tmp_path / "ppo_discrete.py"), *command[2:-1]]
+
+
+def test_learning_runs_each_seed_once(tmp_path, monkeypatch, capsys):
+    """A second call with more seeds adds those; every contestant is asked for its own command and seed."""
+    monkeypatch.setattr(learning, "RESULTS", tmp_path)
+    monkeypatch.setattr(learning, "versions_of", str)
+    asked = []
+    monkeypatch.setattr(learning, "last_100_mean", lambda command: asked.append(command) or float(command[-1][-1:]))
+    for seeds, new in ((1, 2), (3, 4), (3, 0)):
+        words = ["discrete", f"--seeds={seeds}", f"--before={ROOT}"]
+        monkeypatch.setattr(sys, "argv", ["learning.py", *words])
+        learning.main()
+        assert len(asked) == new
+        asked.clear()
+    rows = report.read_csv(tmp_path / "learning.csv")
+    assert sorted({(row["contestant"], row["seed"], row["last_100_mean"]) for row in rows}) == [
+        (name, str(seed), f"{seed}.0") for name in ("ppo_discrete", "ppo_discrete before") for seed in (1, 2, 3)
+    ]
+    assert "| discrete | ppo_discrete | 2 | 1 to 3 | 1 2 3 |" in capsys.readouterr().out
