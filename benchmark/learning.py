@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import report
-from report import RESULTS, ROOT, bootstrap_interval
+from report import RESULTS, ROOT
 from speed import make_cases, one_thread, versions_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -63,15 +63,6 @@ def make_jobs(args):
     return jobs
 
 
-def print_table(rows):
-    for case, name in dict.fromkeys((row["case"], row["contestant"]) for row in rows):
-        mine = [row for row in rows if (row["case"], row["contestant"]) == (case, name)]
-        returns = [float(row["last_100_mean"]) for row in sorted(mine, key=lambda row: int(row["seed"]))]
-        low, high = bootstrap_interval([returns], lambda scores: np.mean(scores[0]))
-        singles = " ".join(f"{x:,.0f}" for x in returns)
-        print(f"| {case} | {name} | {np.mean(returns):,.0f} | {low:,.0f} to {high:,.0f} | {singles} |")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(STEPS), help=f"of {', '.join(STEPS)}; default: all")
@@ -95,7 +86,7 @@ def main():
             rows.append(row | {"last_100_mean": f"{figure:.1f}", "versions": versions_of(command[0])})
             if not args.steps:
                 report.write_rows(path, FIELDS, rows)
-    print_table(rows)
+    print("\n".join(report.learning_table(rows)))
 
 
 if __name__ == "__main__":

@@ -309,6 +309,18 @@ def speed_table():
     return lines + ["", f"Measured with {versions}; `python benchmark/speed.py`.", ""]
 
 
+def learning_table(rows):
+    """Markdown: returns at the settings of the speed table, from the rows of learning.py."""
+    lines = ["| settings | contestant | steps | last 100 episodes | 95% interval | single runs |", "|---" * 6 + "|"]
+    for (case, name), group in group_by(rows, "case", "contestant").items():
+        returns = [float(row["last_100_mean"]) for row in sorted(group, key=lambda row: int(row["seed"]))]
+        low, high = (number(x, returns[0]) for x in bootstrap_interval([returns], lambda scores: np.mean(scores[0])))
+        singles = ", ".join(number(x, returns[0]) for x in returns)
+        cells = [SPEED[case], name, f"{int(group[0]['steps']):,}", f"**{number(np.mean(returns), returns[0])}**"]
+        lines.append("| " + " | ".join([*cells, f"{low} to {high}", singles]) + " |")
+    return lines
+
+
 def play_at_random(env_id, steps=100_000, episodes=100):
     """Mean return of random actions, over that many episodes or steps, whichever is less; illegal ones are masked."""
     env = gym.make(env_id)
@@ -474,6 +486,11 @@ def write_readme():
         draw_curves(name)
         lines += suite_table(name)
     lines += speed_table()
+    text = (
+        "What these command lines learn (`python benchmark/learning.py`); *before*: the script before the work on its"
+    )
+    text += " speed, with the same flags and seeds."
+    lines += [text, "", *learning_table(read_csv(RESULTS / "learning.csv")), ""]
     text = "Published figures: sources and protocols in benchmark/published.csv. *: the best evaluation during training"
     text += " (mean over seeds of the best, or best mean over seeds), not the last. †: a single run, evaluated without"
     text += " exploration. Figures that could only be read off plots are left out."
