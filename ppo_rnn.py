@@ -313,11 +313,12 @@ def make_envs(args, num_envs):
 def read_action_masks(infos, num_envs, action_sizes):
     """infos["action_mask"] of a vector environment -> (N, A) bool: what each environment allows next.
 
-    A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple with an array for each dimension; an
+    A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple or list with one for each dimension; an
     environment without one allows everything."""
     masks = np.ones((num_envs, sum(action_sizes)), dtype=bool)
     for n in np.flatnonzero(infos.get("_action_mask", False)):
-        mask = np.hstack(infos["action_mask"][n])
+        mask = infos["action_mask"][n]
+        mask = np.hstack(mask if np.iterable(mask) else [mask])
         if mask.shape != masks[n].shape:
             fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}', 1)
         masks[n] = mask
@@ -579,15 +580,16 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), state returned by the last call or None at the start of an episode,
-        mask(s) (A,) or (N, A) or None -> action(s) for the environment, next state."""
+        None or mask(s) as environments give them (read_action_masks), one for each observation -> action(s) for the
+        environment, next state."""
         raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # no negative strides
         obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
         batch = obs.shape[: obs.ndim - self.obs_rms.mean.ndim]  # () or (N,)
         obs = obs.reshape(-1, *self.obs_rms.mean.shape)
         features, state = self.remember(obs, self.initial_state(len(obs)) if state is None else state)
-        if action_mask is not None:
-            action_mask = np.hstack(action_mask) if isinstance(action_mask, tuple) else action_mask
-            action_mask = torch.as_tensor(action_mask, dtype=torch.bool, device=obs.device).reshape(len(obs), -1)
+        if action_mask is not None and self.is_discrete:
+            infos = {"action_mask": action_mask if batch else [action_mask], "_action_mask": np.ones(len(obs))}
+            action_mask = torch.from_numpy(read_action_masks(infos, len(obs), self.sizes)).to(obs.device)
         if not deterministic:
             action = self.get_action_and_value(features, action_mask=action_mask)[0]
         elif self.is_discrete:

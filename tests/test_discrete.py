@@ -46,12 +46,16 @@ def test_golden(case):
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
 def test_predict_takes_masks_as_environments_give_them(sizes):
-    """A tuple with an array for each dimension, or one array."""
+    """A tuple or list with an array for each dimension, or one array; of many environments, one for each."""
     agent = policy(sizes)
     logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
     masks = tuple(np.array([1] * (n - 1) + [0], np.int8) for n in sizes)
-    for mask in (masks, np.hstack(masks)):
+    pair = np.empty(2, object)  # as a vector of environments gathers tuples
+    pair[:] = [masks, masks]
+    flat = np.hstack(masks)
+    for mask, rows in ((masks, pair), (list(masks), [list(masks)] * 2), (flat, np.stack([flat] * 2))):
         assert agent.predict(logits, action_mask=mask).tolist() == [n - 2 for n in sizes]
+        assert agent.predict(np.stack([logits] * 2), action_mask=rows).tolist() == [[n - 2 for n in sizes]] * 2
 
 
 def test_actions_of_unsigned_types():
@@ -134,7 +138,13 @@ class Masked(gym.Env):
         for mask in self.masks:
             mask[self.np_random.integers(len(mask))] = 1
         flat = np.concatenate(self.masks)
-        form = {"flat": flat, "tuple": tuple(self.masks), "list": flat.tolist(), "short": flat[:-1], "none": flat * 0}
+        form = {
+            "flat": flat,
+            "tuple": tuple(self.masks),
+            "list": flat.tolist(),
+            "lists": [x.tolist() for x in self.masks],
+        }
+        form |= {"row": flat[None], "short": flat[:-1], "none": flat * 0, "number": 1}
         return flat.astype(np.float32), {"action_mask": form[self.form]}
 
     def reset(self, *, seed=None, options=None):
@@ -148,7 +158,7 @@ class Masked(gym.Env):
         self.steps += 1
         obs, infos = self.observe()
         ended = self.steps == 5
-        if ended:
+        if ended and self.form in ("flat", "tuple", "list"):  # a vector mixes these, but no rows and lists of lists
             infos["action_mask"] = np.zeros(5, np.int8)
         return obs, reward, False, ended, infos
 
@@ -156,13 +166,12 @@ class Masked(gym.Env):
 gym.register("masks/Masked-v0", Masked)
 
 
-@pytest.mark.parametrize("form", ["flat", "tuple", "list"])
+@pytest.mark.parametrize("form", ["flat", "tuple", "list", "lists", "row"])
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_masks_reach_the_environment(args, monkeypatch, form, async_envs):
     """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
     monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
     agent, _ = script.train(args(env_id="masks/Masked-v0", async_envs=async_envs))
-    monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", "flat" if form == "list" else form)
     for deterministic in (True, False):
         script.evaluate(agent, "masks/Masked-v0", 5, 0, deterministic)
 
@@ -196,7 +205,10 @@ def test_learns_under_masks(args):
     assert script.evaluate(agent, "masks/Masked-v0", 50, 0).mean() > 4.9
 
 
-@pytest.mark.parametrize("form, message", [("short", "has 4 entries, the actions need 5"), ("none", "forbids every")])
+@pytest.mark.parametrize(
+    "form, message",
+    [("short", "has 4 entries, the actions need 5"), ("number", "has 1 entries"), ("none", "forbids every")],
+)
 def test_impossible_masks(args, monkeypatch, capsys, form, message):
     monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
     with pytest.raises(SystemExit) as exit:

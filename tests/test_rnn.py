@@ -488,13 +488,16 @@ def test_replay_of_a_rollout_with_its_ends(cell):
 
 
 def test_predict_takes_masks_as_environments_give_them():
-    """A tuple with an array for each dimension, or one array; the action is of the type of its space."""
+    """A tuple or list with an array for each dimension, or one array; of many environments, one for each. The action is
+    of the type of its space."""
     agent, raw_obs = make_agent(), np.zeros(3)
     agent.action_start = agent.action_start.to(torch.uint16)
     masks = np.array([0, 0, 1], np.int8), np.array([1, 0], np.int8)
-    for mask in (masks, np.hstack(masks)):
+    for mask in (masks, list(masks), np.hstack(masks)):
         action, _ = agent.predict(raw_obs, action_mask=mask)
         assert action.tolist() == [2, 1] and action.dtype == np.uint16
+        actions, _ = agent.predict(np.stack([raw_obs] * 2), action_mask=[mask] * 2)
+        assert actions.tolist() == [[2, 1]] * 2
 
 
 @BOTH_CELLS
