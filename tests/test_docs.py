@@ -40,12 +40,33 @@ def test_metric_table_lists_what_is_logged(script, small_args):
 
 
 def test_readme_commands_have_the_flags_they_use(script):
-    """Every command line of the script in README and in its docstring parses."""
-    commands = re.findall(rf"python {script.__name__}\.py([^\n#&`]*)", README + script.__doc__)
+    """Every command line of the script in README and in its docstring parses, torchrun's too."""
+    starts = r"(?:python|torchrun [^\n`]*?)"
+    commands = re.findall(rf"{starts} {script.__name__}\.py((?! FLAGS)[^\n#&`]*)", README + script.__doc__)
     assert len(commands) >= 8
     for command in commands:
         if "--help" not in command:
             script.parse_args(command.split())
+
+
+def test_commands_of_the_benchmark_parse(monkeypatch):
+    """Those of run.py and tune.py in README, NOTES and their docstrings; what follows `--` is for the script."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    import run
+    import tune
+    import tyro
+
+    text = README + (ROOT / "benchmark" / "NOTES.md").read_text()
+    for tool, fewest in ((run, 10), (tune, 4)):
+        commands = re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", text + tool.__doc__)
+        assert len(commands) >= fewest
+        for command in commands:
+            words, _, flags = command.partition(" -- ")
+            args = tyro.cli(tool.Args, args=words.split())
+            if tool is run:
+                assert run.make_jobs(args, flags.replace("cuda", "cpu").split())  # refused where there is none
+            else:
+                assert (ROOT / args.sweep).is_file()
 
 
 # CleanRL's defaults (commit fe8d8a0) in the names of Args: what its three scripts have in common, and what not.
