@@ -49,7 +49,8 @@ SUITES = {
     "mujoco-v5": "**MuJoCo, versions -v5** of the same tasks, which gymnasium recommends today; the same defaults, not "
     "tuned on them. No published PPO figures for them were found",
     "classic": "**Classic control**",
-    "atari": "**Atari**, raw scores of whole games, no sticky actions",
+    "atari": "**Atari**, raw scores of whole games, no sticky actions; so far on one CPU core, with 16 minibatches in "
+    "place of the 4 of the published settings",
     "memory": "**Tasks that need a memory**",
 }
 CURVE_POINTS = 50
@@ -351,10 +352,11 @@ def write_random():
 
 
 def read_suite(name):
-    """{(env_id, script, flags, steps): rows of different seeds}, in the order of published.csv."""
+    """{(env_id, script, flags, steps): rows of different seeds}, in the order of published.csv (-v5 as -v4 there)."""
     rows = read_csv(RESULTS / f"{name}.csv")
     order = [row["env_id"] for row in read_csv(ROOT / "benchmark" / "published.csv")]
-    rows.sort(key=lambda row: order.index(row["env_id"]) if row["env_id"] in order else len(order))
+    order += [env_id.replace("-v4", "-v5") for env_id in order] + [row["env_id"] for row in rows]
+    rows.sort(key=lambda row: order.index(row["env_id"]))
     for row in rows:
         row.setdefault("defaults", "")  # of a file from before there was that column
         row["settings"] = re.sub(r" ?--total-timesteps=\d+", "", row["flags"]).strip()
@@ -447,10 +449,12 @@ def draw_curves(name):
     order = [env_id for env_id in order if (env_id,) in tasks]
     if not order:
         return
-    columns = 3
+    columns = min(3, len(order))
     height = -(-len(order) // columns)
     for x, label, scale, suffix in (("global_step", "steps (thousands)", 1e3, ""), ("seconds", "minutes", 60, "_time")):
-        figure, axes = plt.subplots(height, columns, figsize=(11, 2.9 * height), squeeze=False, layout="constrained")
+        figure, axes = plt.subplots(
+            height, columns, figsize=(11 * columns / 3, 2.9 * height), squeeze=False, layout="constrained"
+        )
         for axis in axes.flat[len(order) :]:
             axis.axis("off")
         for axis, env_id in zip(axes.flat, order):
