@@ -514,7 +514,12 @@ def write_readme():
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--readme"]:
-        write_readme()
+        try:
+            write_readme()
+        except ModuleNotFoundError as error:
+            raise SystemExit(
+                f"report.py: error: {error}: python -m pip install -r benchmark/requirements.txt"
+            ) from None
     elif sys.argv[1:] == ["--random"]:
         write_random()
     elif len(sys.argv) > 2 and not sys.argv[1].startswith("-"):

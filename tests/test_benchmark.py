@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -133,6 +134,14 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
             report.write_csv(name, paths)  # none of its tasks; the folder of the folders
     pictures = [(tmp_path / name).read_bytes() for name in ("classic.png", "classic_time.png")]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
+
+
+def test_pictures_need_more_requirements(monkeypatch):
+    """Of benchmark/requirements.txt; where they are missing one line says so."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    monkeypatch.setattr(sys, "argv", ["report.py", "--readme"])
+    with pytest.raises(SystemExit, match=r"matplotlib.*pip install -r benchmark/requirements\.txt"):
+        runpy.run_path(str(ROOT / "benchmark" / "report.py"), run_name="__main__")
 
 
 def test_solved_where_a_module_registers_the_task(finished_runs, tmp_path):
