@@ -836,19 +836,20 @@ def make_compiler(args, device):
 
     A function is compiled at its first call. From then on, numbers it closes over are constants and tensors may only
     change in place: torch's guards, which would check this at every call, cost as much as these networks. Arguments of
-    another shape are still an error."""
+    another shape are still an error. more_on_cpu: further options of torch.compile, for CPUs only."""
     options = {"fallback_random": True}  # the random numbers of eager mode
     options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
 
-    def compiled(function):
+    def compiled(function, **more_on_cpu):
+        more = more_on_cpu if device.type == "cpu" else {}
         program = None
 
         def call(*arguments):
             nonlocal program
             if program is None:
-                whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+                whole = torch.compile(function, fullgraph=True, dynamic=False, options=options | more)
                 program = whole.aot_compile((arguments, {}))
                 program.disable_guard_check()
             return program(*arguments)
@@ -862,7 +863,7 @@ def make_compiler(args, device):
         except Exception as error:  # most often there is no C++ compiler
             what = f"{type(error).__name__}: {str(error).strip()[:200]}"
             print(f"--compile does not work here, going on without it: {what}", file=sys.stderr)
-    return lambda function: function
+    return lambda function, **more_on_cpu: function
 
 
 def run_name(args):
@@ -1165,8 +1166,9 @@ def train(args, stop_signals=()):
         gradients = dict(zip(head_parameters + memory_parameters, [*head_gradients, *memory_gradients]))
         return torch.cat([gradients[parameter].flatten() for parameter in parameters]), metrics
 
+    # On a CPU, scalars become tensors. Otherwise Adam's bias corrections are computed again for every 16 parameters.
     @torch.no_grad()
-    @compiled
+    @partial(compiled, realize_opcount_threshold=1)
     def apply_gradient(gradient, approx_kl):
         flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
         if args.max_grad_norm > 0:

@@ -24,6 +24,7 @@ import ppo_discrete
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import learning
+import phases
 import report
 import run as suites
 import speed
@@ -504,3 +505,24 @@ def test_learning_runs_each_seed_once(tmp_path, monkeypatch, capsys):
     ]
     last_row = capsys.readouterr().out.split("\n")[-3]
     assert last_row.endswith("| ppo_discrete | 500,000 | **2.00** | 1.00 to 3.00 | 1.00, 2.00, 3.00 |")
+
+
+def test_phases_are_those_of_the_loop(tmp_path):
+    """A loop whose simulators and whose log are slow by so much: there the time is found, and nowhere else."""
+    script, (contestant, _, _) = phases.load(ROOT / "ppo_discrete.py"), speed.make_cases()["discrete"]["ppo_discrete"]
+    make_envs, write_log = script.make_envs, script.write_log
+
+    def make_slow_envs(*arguments):
+        envs = make_envs(*arguments)
+        step = envs.step
+        envs.step = lambda actions: (time.sleep(0.005), step(actions))[1]
+        return envs
+
+    script.make_envs = make_slow_envs
+    script.write_log = lambda *arguments, **flush: (time.sleep(0.256), write_log(*arguments, **flush))[1]  # 128 steps
+    found, lines = phases.profile([*contestant(4 * 512), "--no-compile"], script, tmp_path)
+    assert found["simulators"] > 5_000 and 2_000 < found["log"] < 5_000
+    assert len(found) == 8 and all(0 < us < 2_000 for phase, us in found.items() if phase not in ("simulators", "log"))
+    assert "one gradient of 128 rows" in lines[0] and "GFLOPS" in lines[1]
+    with pytest.raises(SystemExit, match="something of the training loop: give it a phase"):
+        phases.microseconds([("something", 0.0, 1.0)])

@@ -1,0 +1,197 @@
+"""Where the time goes: the trainings that speed.py times, phase by phase.
+
+    OMP_NUM_THREADS=1 python benchmark/phases.py discrete continuous-1 continuous-8 defaults rnn
+    OMP_NUM_THREADS=1 python benchmark/phases.py continuous-8 --before PATH     # the scripts of an older checkout
+
+A training with the command line of speed.py runs in this process, with clocks around the functions that its loop calls;
+the scripts themselves are not changed. Time between two of these functions counts for what the loop does there. Printed
+and written to results/phases.csv, in microseconds per step of all environments, over the second half of the iterations:
+
+    simulators             envs.step
+    acting                 act: statistics, network, noise, storing observation, action and log-probability
+    storing, checks        the rest of the rollout: rewards and ends, NaN, returns of episodes
+    values and advantages  estimate_advantages, normalize_rewards
+    gradients              compute_gradient; in ppo_rnn.py compute_head_gradients
+    memory, forwards       only in ppo_rnn.py: the replay of a minibatch, and of the rollout for the values
+    memory, backwards      only in ppo_rnn.py: from the gradient of the features to those of the weights
+    Adam's steps           apply_gradient
+    shuffling              the rest of the update: permutation, gathering, minibatches, the KL limit
+    log                    metrics, episodes.csv, TensorBoard, checkpoint
+
+Below them, what holds the gradient: the matrix products of its linear layers, one after another and nothing else, and a
+compiled function of as many arguments that does nothing. Clocks cost 0.1 to 0.2 us each; the machine should be idle.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import report
+import torch
+from learning import at
+from report import RESULTS, ROOT
+from speed import make_cases, versions_of
+
+FIELDS = ["case", "script", "phase", "microseconds", "versions"]
+# The functions that get a clock: what they are, and what the loop does after one of them and before the next.
+PHASES = {
+    "act": ("acting", "storing, checks"),
+    "step": ("simulators", "storing, checks"),
+    "normalize_rewards": ("values and advantages", "values and advantages"),
+    "estimate_advantages": ("values and advantages", "shuffling"),
+    "compute_gradient": ("gradients", "shuffling"),
+    "replay": ("memory, forwards", "shuffling"),
+    "compute_head_gradients": ("gradients", "memory, backwards"),
+    "apply_gradient": ("Adam's steps", "shuffling"),
+    "explained_variance": ("log", "log"),  # called once in an iteration, when its update is over
+}
+ROWS = list(dict.fromkeys(itertools.chain(*PHASES.values())))
+
+
+def load(script):
+    """A script as a module, from any checkout."""
+    sys.path.insert(0, str(ROOT))  # for benchmark.memory_envs
+    spec = importlib.util.spec_from_file_location(f"phases_{len(sys.modules)}", script)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def put_clocks(module):
+    """Clocks around what the loop of a script calls -> the list that they fill: (name, start, end) of each call"""
+    calls = []
+
+    def clocked(name, function):
+        def call(*arguments):
+            start = time.perf_counter()
+            result = function(*arguments)
+            calls.append((name, start, time.perf_counter()))
+            return result
+
+        return call
+
+    for name in ("normalize_rewards", "estimate_advantages", "explained_variance"):
+        setattr(module, name, clocked(name, getattr(module, name)))
+    if hasattr(module.Agent, "replay"):
+        module.Agent.replay = clocked("replay", module.Agent.replay)
+    make_envs, make_compiler = module.make_envs, module.make_compiler
+
+    def make_clocked_envs(*arguments):
+        envs = make_envs(*arguments)
+        envs.step = clocked("step", envs.step)
+        return envs
+
+    def make_clocked_compiler(*arguments):
+        compiled = make_compiler(*arguments)
+        return lambda function, **options: clocked(function.__name__, compiled(function, **options))
+
+    module.make_envs, module.make_compiler = make_clocked_envs, make_clocked_compiler
+    return calls
+
+
+def microseconds(calls):
+    """The calls of a training -> {phase: microseconds per step of all environments}, second half of the iterations"""
+    if unknown := {name for name, _, _ in calls} - set(PHASES):
+        raise SystemExit(f"{', '.join(unknown)} of the training loop: give it a phase in PHASES")
+    ends = [index for index, (name, _, _) in enumerate(calls) if name == "explained_variance"]
+    calls = calls[ends[len(ends) // 2 - 1] : ends[-1] + 1]
+    seconds, steps = dict.fromkeys(ROWS, 0.0), sum(name == "step" for name, _, _ in calls)
+    for (name, _, end), (following, start, following_end) in itertools.pairwise(calls):
+        seconds[PHASES[name][1]] += start - end
+        seconds[PHASES[following][0]] += following_end - start
+    return {phase: 1e6 * total / steps for phase, total in seconds.items() if total}
+
+
+def best_time(function, rounds=20, calls=200):
+    """Microseconds of one call, in the best of some rounds."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append((time.perf_counter() - start) / calls)
+    return 1e6 * min(times)
+
+
+def matrix_products(agent, rows):
+    """The matrix products of a gradient over some rows -> their number of operations, and a function that does them"""
+    pairs, first_layers = [], (agent.actor[0], agent.critic[0])
+    for layer in agent.modules():
+        if isinstance(layer, torch.nn.Linear):
+            x, y = torch.randn(rows, layer.in_features), torch.randn(rows, layer.out_features)
+            pairs += [(x, layer.weight.t()), (y.t(), x)]
+            if layer not in first_layers:  # observations need no gradient
+                pairs.append((y, layer.weight))
+    outs = [torch.empty(a.shape[0], b.shape[1]) for a, b in pairs]
+    operations = sum(2 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in pairs)
+
+    @torch.no_grad()
+    def products():
+        for (a, b), out in zip(pairs, outs):
+            torch.mm(a, b, out=out)
+
+    return operations, products
+
+
+def profile(command, module, folder):
+    """Train by a command line of speed.py -> the time of each phase, and lines about one gradient"""
+    args = module.parse_args([*command[2:], f"--runs-dir={folder}"])
+    calls = put_clocks(module)
+    agent, _ = module.train(args)
+    phases = microseconds(calls)
+    rows = args.num_envs * args.num_steps // args.num_minibatches
+    steps = sum(name == "step" for name, _, _ in calls)
+    updates = sum(name == "apply_gradient" for name, _, _ in calls) / steps
+    gradient, adam = (phases[phase] / updates for phase in ("gradients", "Adam's steps"))
+    lines = [f"one gradient of {rows} rows: {gradient:.0f} us; one step of Adam: {adam:.0f} us"]
+    if not any(isinstance(layer, torch.nn.Conv2d | torch.nn.RNNBase) for layer in agent.modules()):
+        operations, products = matrix_products(agent, rows)
+        alone = best_time(products)
+        lines.append(f"its matrix products alone: {alone:.0f} us, {operations / alone / 1e3:.0f} GFLOPS")
+    if args.compile:
+        nothing = module.make_compiler(args, torch.device("cpu"))(lambda *minibatch: minibatch[0] + 1)
+        minibatch = [torch.zeros(8) for _ in range(6)]
+        lines.append(f"a compiled function that adds 1: {best_time(lambda: nothing(*minibatch)):.0f} us")
+    return phases, lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases = {
+        case: next((run for name, run in all_of.items() if name.startswith("ppo_")), None)
+        for case, all_of in make_cases().items()
+        if case != "ranks"
+    }
+    parser.add_argument("cases", nargs="+", choices=cases)
+    parser.add_argument("--steps", type=int, help="of environments, for a try, which is not kept")
+    parser.add_argument("--before", type=Path, help="an older checkout of this repository")
+    args = parser.parse_args()
+    path = RESULTS / "phases.csv"
+    rows, columns = report.read_csv(path), {}
+    for case in args.cases:
+        contestant, _, steps = cases[case]
+        command = contestant(args.steps or steps)
+        if args.before:
+            command = at(args.before.absolute(), command)
+        script = Path(command[1]).stem + (" before" if args.before else "")
+        with tempfile.TemporaryDirectory() as folder:
+            columns[case], lines = profile(command, load(command[1]), folder)
+        print("\n".join([f"{case}:", *lines]), flush=True)
+        rows = [row for row in rows if (row["case"], row["script"]) != (case, script)]
+        for phase, time_of_it in columns[case].items():
+            row = {"case": case, "script": script, "phase": phase, "microseconds": f"{time_of_it:.1f}"}
+            rows.append(row | {"versions": versions_of(sys.executable)})
+    if not args.steps:
+        report.write_rows(path, FIELDS, sorted(rows, key=lambda row: (row["case"], row["script"])))
+    print("\n| us per step of all environments | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
+    for phase in ROWS:
+        print(f"| {phase} | " + " | ".join(f"{column.get(phase, 0):,.0f}" for column in columns.values()) + " |")
+    print("| all | " + " | ".join(f"{sum(column.values()):,.0f}" for column in columns.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()
