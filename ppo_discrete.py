@@ -226,8 +226,10 @@ def is_atari(env_id):
 
 def is_image(space):
     """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
-    is_uint8 = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
-    return is_uint8 and len(space.shape) == 3 and sorted(space.shape)[1] >= 36  # the smallest: channels
+    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
+        return False
+    channels, pixels, _ = sorted(space.shape)
+    return pixels >= 36 and channels in (space.shape[0], space.shape[2])  # first or last
 
 
 class VectorMember(gym.Wrapper):

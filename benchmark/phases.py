@@ -164,7 +164,7 @@ def main():
     cases = {
         case: next((run for name, run in all_of.items() if name.startswith("ppo_")), None)
         for case, all_of in make_cases().items()
-        if case != "ranks"
+        if not case.endswith("ranks")
     }
     parser.add_argument("cases", nargs="+", choices=cases)
     parser.add_argument("--steps", type=int, help="of environments, for a try, which is not kept")

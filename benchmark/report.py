@@ -58,6 +58,7 @@ SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
+    "continuous-8-ranks": "the same, of ours two processes on two cores (`torchrun --nproc-per-node 2`)",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
     "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
@@ -273,7 +274,7 @@ def speed_table():
     with open(RESULTS / "speed.csv") as file:
         rows = {(row["case"], row["contestant"]): row for row in csv.DictReader(file)}
     lines = [
-        "**Speed** on one CPU thread, startup excluded: environment steps per second, and their ratio to others at the"
+        "**Speed** on one CPU thread per process, startup excluded: environment steps per second, and their ratio to others at the"
     ]
     lines[0] += " same settings, those of a row run in turn on one machine (not all rows on the same). Last column:"
     lines[0] += " percentage of the speed that the simulators reach alone, with random actions."

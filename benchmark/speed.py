@@ -4,6 +4,7 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete --cleanrl PATH --leanrl PATH   # SB3, and checkouts
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
+    python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
 
@@ -86,11 +87,10 @@ def ours(script, **flags):
     return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
-def two_ranks(script, **flags):
-    """The same in two processes."""
+def two_ranks(contestant):
+    """The same in two processes, which share environments and minibatches."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program += [str(ROOT / f"{script}.py"), "--checkpoint-interval=1000", *to_words(flags)]
-    return lambda steps: [*program, f"--total-timesteps={steps}"]
+    return lambda steps: program + contestant(steps)[1:]
 
 
 def from_checkout(checkout, script, **flags):
@@ -141,8 +141,8 @@ def rnn_case(separate):
     return {"sb3-contrib": (peer, 4096, 16384), "ppo_rnn": (ours("ppo_rnn", **flags), 8192, 106496)}
 
 
-def continuous_case(envs, steps, cleanrl, leanrl=None):
-    """CleanRL's settings; observations and rewards are normalised by all."""
+def continuous_case(envs, steps, cleanrl, leanrl=None, ranks=1):
+    """CleanRL's settings; observations and rewards are normalised by all. Only this repository has ranks."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     flags_of_ours = {"kl_coef": 0, "target_kl": None, "log_std_init": 0, "anneal_std": False}
@@ -156,7 +156,7 @@ def continuous_case(envs, steps, cleanrl, leanrl=None):
     if leanrl:
         peer = from_checkout(leanrl, "leanrl/ppo_continuous_action_torchcompile.py", compile=True, **flags)
         contestants["LeanRL"] = (peer, 8192, 73728)
-    contestants["ppo_continuous"] = (mine, 16384, 147456)
+    contestants["ppo_continuous"] = (mine if ranks == 1 else two_ranks(mine), 16384, 147456)
     return contestants | {"simulator": (simulator("HalfCheetah-v4", envs), 8192, 139264)}
 
 
@@ -184,10 +184,11 @@ def make_cases(cleanrl=None, leanrl=None):
         "atari-128": atari_case(128, leanrl),
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
+        "continuous-8-ranks": continuous_case(8, 256, cleanrl, ranks=2),
         "discrete": discrete_case(cleanrl),
         "ranks": {
             "one process": (ours("ppo_continuous"), 16000, 316000),
-            "ppo_continuous, two": (two_ranks("ppo_continuous", num_envs=200), 32000, 632000),
+            "ppo_continuous, two": (two_ranks(ours("ppo_continuous", num_envs=200)), 32000, 632000),
         },
         "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
         "rnn-separate": rnn_case(separate=True),

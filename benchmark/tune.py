@@ -22,14 +22,18 @@ import statistics
 import threading
 from pathlib import Path
 
-import optuna
 import tyro
 import yaml
-from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
-from optuna.study import MaxTrialsCallback
-from optuna.trial import TrialState
 from report import RESULTS, ROOT, read_csv, write_rows
 from run import Job, Stopped, load_script, run_job
+
+try:
+    import optuna
+    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from optuna.study import MaxTrialsCallback
+    from optuna.trial import TrialState
+except ModuleNotFoundError as error:
+    raise SystemExit(f"tune.py: error: {error}: python -m pip install -r benchmark/requirements.txt") from None
 
 
 @dataclasses.dataclass

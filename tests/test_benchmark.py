@@ -137,12 +137,13 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
 
-def test_pictures_need_more_requirements(monkeypatch):
+@pytest.mark.parametrize("tool, package", [("report", "matplotlib"), ("tune", "optuna")])
+def test_tools_need_more_requirements(monkeypatch, tool, package):
     """Of benchmark/requirements.txt; where they are missing one line says so."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
-    monkeypatch.setattr(sys, "argv", ["report.py", "--readme"])
-    with pytest.raises(SystemExit, match=r"matplotlib.*pip install -r benchmark/requirements\.txt"):
-        runpy.run_path(str(ROOT / "benchmark" / "report.py"), run_name="__main__")
+    monkeypatch.setitem(sys.modules, package, None)  # its import fails
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--readme"])
+    with pytest.raises(SystemExit, match=rf"{package}.*pip install -r benchmark/requirements\.txt"):
+        runpy.run_path(str(ROOT / "benchmark" / f"{tool}.py"), run_name="__main__")
 
 
 def test_solved_where_a_module_registers_the_task(finished_runs, tmp_path):

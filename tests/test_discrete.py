@@ -271,6 +271,7 @@ class Images(gym.Env):
 gym.register("images/Last-v0", Images)
 gym.register("images/First-v0", Images, kwargs={"shape": (3, 40, 48)})
 gym.register("images/Small-v0", Images, kwargs={"shape": (7, 48, 3)})
+gym.register("images/Middle-v0", Images, kwargs={"shape": (40, 3, 48)})
 
 
 @pytest.mark.parametrize("name", ["Last", "First"])
@@ -313,10 +314,11 @@ def test_network_of_mnih_et_al():
     assert (seen[0] == 1).all()
 
 
-def test_what_is_no_image_is_flattened(args):
-    """7 x 48 pixels are too few for the network: a vector of 1,008 numbers."""
-    agent, _ = script.train(args(env_id="images/Small-v0", total_timesteps=64))
-    assert not agent.sees_images and agent.obs_rms.mean.shape == (7 * 48 * 3,)
+@pytest.mark.parametrize("name, size", [("Small", 7 * 48 * 3), ("Middle", 40 * 3 * 48)])
+def test_what_is_no_image_is_flattened(args, name, size):
+    """7 x 48 pixels are too few for the network, and channels in the middle are none: vectors."""
+    agent, _ = script.train(args(env_id=f"images/{name}-v0", total_timesteps=64))
+    assert not agent.sees_images and agent.obs_rms.mean.shape == (size,)
     assert agent.obs_rms.count.item() == pytest.approx(64, abs=1e-3)
 
 
