@@ -274,10 +274,12 @@ def speed_table():
     with open(RESULTS / "speed.csv") as file:
         rows = {(row["case"], row["contestant"]): row for row in csv.DictReader(file)}
     lines = [
-        "**Speed** on one CPU thread per process, startup excluded: environment steps per second, and their ratio to others at the"
+        "**Speed** on one CPU thread per process, startup excluded: environment steps per second, and their ratio to"
     ]
-    lines[0] += " same settings, those of a row run in turn on one machine (not all rows on the same). Last column:"
-    lines[0] += " percentage of the speed that the simulators reach alone, with random actions."
+    lines[0] += (
+        " others at the same settings, those of a row run in turn on one machine (not all rows on the same). Last"
+    )
+    lines[0] += " column: percentage of the speed that the simulators reach alone, with random actions."
     others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib"), "CleanRL": ("CleanRL",), "LeanRL": ("LeanRL",)}
     others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
     columns = [
