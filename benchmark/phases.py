@@ -18,8 +18,9 @@ and written to results/phases.csv, in microseconds per step of all environments,
     shuffling              the rest of the update: permutation, gathering, minibatches, the KL limit
     log                    metrics, episodes.csv, TensorBoard, checkpoint
 
-Below them, what holds the gradient: the matrix products of its linear layers, one after another and nothing else, and a
-compiled function of as many arguments that does nothing. Clocks cost 0.1 to 0.2 us each; the machine should be idle.
+Before them, what holds the gradient: the matrix products of its linear layers, one after another and nothing else, and
+a compiled function of six arguments that adds 1 to the first. Each clock costs 0.1 to 0.2 us; the machine should have
+nothing else to do.
 """
 
 import argparse
@@ -34,7 +35,7 @@ import report
 import torch
 from learning import at
 from report import RESULTS, ROOT
-from speed import make_cases, versions_of
+from speed import make_cases
 
 FIELDS = ["case", "script", "phase", "microseconds", "versions"]
 # The functions that get a clock: what they are, and what the loop does after one of them and before the next.
@@ -148,7 +149,7 @@ def profile(command, module, folder):
     updates = sum(name == "apply_gradient" for name, _, _ in calls) / steps
     gradient, adam = (phases[phase] / updates for phase in ("gradients", "Adam's steps"))
     lines = [f"one gradient of {rows} rows: {gradient:.0f} us; one step of Adam: {adam:.0f} us"]
-    if not any(isinstance(layer, torch.nn.Conv2d | torch.nn.RNNBase) for layer in agent.modules()):
+    if not hasattr(agent, "replay") and not any(isinstance(layer, torch.nn.Conv2d) for layer in agent.modules()):
         operations, products = matrix_products(agent, rows)
         alone = best_time(products)
         lines.append(f"its matrix products alone: {alone:.0f} us, {operations / alone / 1e3:.0f} GFLOPS")
@@ -161,11 +162,7 @@ def profile(command, module, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = {
-        case: next((run for name, run in all_of.items() if name.startswith("ppo_")), None)
-        for case, all_of in make_cases().items()
-        if not case.endswith("ranks")
-    }
+    cases = {case: all_of for case, all_of in make_cases().items() if not case.endswith("ranks")}
     parser.add_argument("cases", nargs="+", choices=cases)
     parser.add_argument("--steps", type=int, help="of environments, for a try, which is not kept")
     parser.add_argument("--before", type=Path, help="an older checkout of this repository")
@@ -173,7 +170,7 @@ def main():
     path = RESULTS / "phases.csv"
     rows, columns = report.read_csv(path), {}
     for case in args.cases:
-        contestant, _, steps = cases[case]
+        ((contestant, _, steps),) = (run for name, run in cases[case].items() if name.startswith("ppo_"))
         command = contestant(args.steps or steps)
         if args.before:
             command = at(args.before.absolute(), command)
@@ -184,7 +181,7 @@ def main():
         rows = [row for row in rows if (row["case"], row["script"]) != (case, script)]
         for phase, time_of_it in columns[case].items():
             row = {"case": case, "script": script, "phase": phase, "microseconds": f"{time_of_it:.1f}"}
-            rows.append(row | {"versions": versions_of(sys.executable)})
+            rows.append(row | {"versions": report.VERSIONS})
     if not args.steps:
         report.write_rows(path, FIELDS, sorted(rows, key=lambda row: (row["case"], row["script"])))
     print("\n| us per step of all environments | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
