@@ -526,4 +526,4 @@ def test_phases_are_those_of_the_loop(tmp_path):
     assert len(found) == 8 and all(0 < us < 2_000 for phase, us in found.items() if phase not in ("simulators", "log"))
     assert "one gradient of 128 rows" in lines[0] and "GFLOPS" in lines[1]
     with pytest.raises(SystemExit, match="something of the training loop: give it a phase"):
-        phases.microseconds([("something", 0.0, 1.0)])
+        phases.microseconds(["something", 0.0, 1.0])
