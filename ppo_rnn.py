@@ -1456,6 +1456,10 @@ def main():
     finally:  # after an error: workers of --async-envs have inherited request_stop and would not end by SIGTERM
         for worker in multiprocessing.active_children():
             worker.kill()
+    if count_ranks() > 1:  # without Python's own end, in which a thread of torch.distributed now and then aborts
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1305,6 +1305,10 @@ def main():
     if args.resume:
         args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
     train(args, stop_signals)
+    if count_ranks() > 1:  # without Python's own end, in which a thread of torch.distributed now and then aborts
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
