@@ -90,7 +90,7 @@ class Args:  # the comments are what --help prints
     exp_name: str = "ppo_continuous"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed of networks, policy noise and environments (each environment gets its own)
-    torch_deterministic: bool = True  # deterministic cuDNN kernels only; on a CPU equal seeds are bit-equal anyway
+    torch_deterministic: bool = True  # deterministic cuDNN kernels only; a CPU repeats a seed bit for bit anyway
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM

@@ -46,6 +46,8 @@ SUITES = {
     "tasks, mostly on seeds 1 to 3, some on single ones up to 5 (Humanoid: only 1; benchmark/NOTES.md); 6 to 8 were "
     "run afterwards. The noise falls to 0 over a run (`--anneal-std`), CleanRL's does not. Published figures, "
     "except CleanRL's, are for versions -v2 and -v3 of the tasks; TRPO is sb3-contrib's, evaluated after training",
+    "mujoco-avx2": "**MuJoCo on another processor**, without the AVX-512 of the first: the same command, defaults and "
+    "seeds, which round differently there and are other runs for it. No setting has been chosen on these",
     "mujoco-v5": "**MuJoCo, versions -v5** of the same tasks, which gymnasium recommends today; the same defaults, not "
     "tuned on them. No published PPO figures for them were found",
     "classic": "**Classic control**",

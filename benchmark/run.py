@@ -161,6 +161,7 @@ def machine():
         commit = git.stdout.strip()
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     hardware = model[1] if model else platform.processor()
+    hardware += ", " + torch.backends.cpu.get_cpu_capability()  # AVX2 and AVX512 round differently
     if torch.cuda.is_available():
         hardware += ", " + torch.cuda.get_device_name()
     return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
