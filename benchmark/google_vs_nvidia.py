@@ -31,7 +31,7 @@ from scipy.stats import mannwhitneyu, ttest_ind
 
 report.PACKAGES = ("torch", "jax", "brax")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
-FULL = {"eval_episodes": 2048}  # the rest are the defaults of --update
+FULL = {"total_timesteps": 30_000_000, "eval_episodes": 2048}  # the rest are the defaults of --update
 SMALL = {"num_envs": 256, "num_steps": 20, "num_minibatches": 8, "total_timesteps": 512_000, "eval_episodes": 32}
 SMALL |= {"compile": False}  # it would not earn back the time that compiling takes
 UPDATES = {"google": ppo.GOOGLE, "nvidia": ppo.NVIDIA}

@@ -43,6 +43,8 @@ def collect(runs_dir):
         args = json.loads((path.parent / "args.json").read_text())
         with open(path) as file:
             table = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        if not table or args["model"] is not None:  # stopped in its first iteration; or another task, without its score
+            continue
         columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
         setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
         first_good = next((row["global_step"] for row in table if row["charts/task_score"] >= 0.9), "")
@@ -54,6 +56,8 @@ def collect(runs_dir):
         for i in range(0, len(table), EVERY):
             point = {name: round(mean(values[i : i + EVERY]), 3) for name, values in columns.items()}
             curves.append(setting | {"global_step": int(table[i]["global_step"])} | point)
+    if not runs:
+        raise SystemExit(f"rlhf_plot.py: error: {runs_dir} has no run of ppo_rlhf.py's built-in task")
     for name, rows in (("rlhf", runs), ("rlhf_curves", curves)):
         rows.sort(key=lambda row: (-row["kl_coef"], row["seed"]))
         write_rows(RESULTS / f"{name}.csv", list(rows[0]), rows)

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -129,11 +130,12 @@ def ours_on_brax(args, runs_dir):
 def brax_on_brax(args, _):
     import jax
     from brax import envs
-    from brax.training.agents.ppo import train
+    from brax.training.agents.ppo import networks, train
 
     # Brax 0.14.2 calls what newer versions of JAX no longer have (google/brax#671).
     jax.device_put_replicated = lambda tree, devices: jax.tree.map(lambda x: jax.numpy.stack([x] * len(devices)), tree)
     found = []
+    layers = {"policy_hidden_layer_sizes": (64, 64), "value_hidden_layer_sizes": (64, 64)}
     T, N = 80, args.num_envs
     settings = {"unroll_length": 5, "num_minibatches": 32, "num_updates_per_batch": 4, "batch_size": N * T // 5 // 32}
     settings |= {"discounting": 0.97, "learning_rate": 3e-4, "entropy_cost": 1e-2, "reward_scaling": 0.1}
@@ -144,6 +146,8 @@ def brax_on_brax(args, _):
         num_eval_envs=8,
         episode_length=1000,
         normalize_observations=True,
+        normalize_advantage=False,
+        network_factory=partial(networks.make_ppo_networks, **layers),
         num_envs=N,
         **settings,
         progress_fn=lambda _, metrics: found.append(metrics.get("training/sps")),

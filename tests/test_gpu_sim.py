@@ -737,3 +737,28 @@ def test_brax(tmp_path, monkeypatch):
     settings = {"num_envs": 64, "num_steps": 20, "learning_rate": 1e-3, "total_timesteps": 64 * 20 * 30}
     agent, _ = script.train(make_args(tmp_path, "google", env_id="brax/inverted_pendulum", **settings, hidden_size=32))
     assert script.evaluate(agent, envs, seed=3).mean() > 25
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_google_vs_nvidia_starts(tmp_path, monkeypatch, small):
+    """Every update of both sizes has settings that the script takes."""
+    pytest.importorskip("scipy")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # both are put back: importing it changes them
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import report
+
+    monkeypatch.setattr(report, "PACKAGES", report.PACKAGES)
+    import google_vs_nvidia as experiment
+
+    monkeypatch.setattr(script, "make_envs", script.make_envs)  # which train_all replaces
+    started = []
+
+    def train(args):
+        script.check_args(args)
+        started.append(args)
+        return None, tmp_path
+
+    monkeypatch.setattr(script, "train", train)
+    args = experiment.Args(seeds=1, updates=tuple(experiment.UPDATES), runs_dir=str(tmp_path), device="cpu")
+    experiment.train_all(args, experiment.SMALL if small else experiment.FULL)
+    assert [each.total_timesteps for each in started] == [512_000 if small else 30_000_000] * len(experiment.UPDATES)

@@ -1,5 +1,6 @@
 """variants/ppo_rlhf.py: the arithmetic of DeepSpeed-Chat, padding, the four models, runs, bad input."""
 
+import copy
 import csv
 import importlib.util
 import json
@@ -475,7 +476,10 @@ def test_evaluate(learned, monkeypatch, capsys):
     flags = ["--evaluate", run_dir, "--eval-episodes=30"]
     code, first = call_main(flags, monkeypatch, capsys)
     assert code == 0 and first.out == call_main(flags, monkeypatch, capsys)[1].out
-    assert len(re.findall(" -> it is ", first.out)) >= 6 and "30 answers: mean reward 0." in first.out
+    assert len(re.findall(" -> it is ", first.out)) >= 6
+    reward, kl = re.search(r"30 answers: mean reward (\S+), KL to the reference (\S+)\n", first.out).groups()
+    last = rows(run_dir)[-1]  # of the trained actor, not of the reference
+    assert abs(float(reward) - float(last["charts/reward"])) < 0.1 and 0.5 < float(kl) / float(last["charts/kl"]) < 2
     assert first.out != call_main([*flags, "--eval-deterministic"], monkeypatch, capsys)[1].out
     assert files == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
@@ -602,9 +606,16 @@ def test_a_sweep_command_line():
 
 def test_context_of_mpt(models, small_args):
     """Its configuration has another name for it."""
-    mpt = SimpleNamespace(config=SimpleNamespace(max_seq_len=6))
+    mpt = SimpleNamespace(config=transformers.MptConfig(max_seq_len=6))
     with pytest.raises(SystemExit, match=r"^2$"):
         ppo_rlhf.load_prompts(small_args(), models[0], mpt)
+
+
+def test_nested_configuration(models, small_args):
+    """Of a model that takes images too: the size of its vocabulary and its context are those of its text part."""
+    nested = SimpleNamespace(config=transformers.Gemma3Config(text_config={"max_position_embeddings": 6}))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        ppo_rlhf.load_prompts(small_args(), models[0], nested)
 
 
 def test_reward_model_that_pads_with_eos(small_args, capsys):
@@ -655,6 +666,7 @@ BAD = {
     "indivisible": ({"num_minibatches": 3}, "--num-minibatches 3 must divide the 8 answers"),
     "too short": ({"total_episodes": 7}, "--total-episodes 7 is below --batch-size 8"),
     "zero": ({"temperature": 0.0}, "--temperature must be above 0, not 0.0"),
+    "all but zero": ({"temperature": 1e-40}, "--temperature must be at least 0.0001, not 1e-40"),
     "NaN": ({"kl_coef": "nan"}, "--kl-coef must be a finite number"),
     "negative": ({"kl_coef": -0.1}, "--kl-coef must not be negative"),
     "not a probability": ({"top_p": 1.5}, "--top-p must be between 0 and 1, not 1.5"),
@@ -728,3 +740,49 @@ def test_without_transformers(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert exit.value.code == 2 and "pip install -r variants/requirements.txt" in capsys.readouterr().err
+
+
+def test_gradient_that_is_not_finite(small_args, monkeypatch, capsys):
+    """Losses are finite, the weights after the step are not: the checkpoint before is kept."""
+    save, clip, saved = ppo_rlhf.save_checkpoint, ppo_rlhf.clip_grad_norm_, []
+
+    def break_after_the_first_save(parameters, bound):
+        parameters = list(parameters)
+        if saved:
+            parameters[0].grad[0] = float("inf")
+        return clip(parameters, bound)
+
+    monkeypatch.setattr(ppo_rlhf, "save_checkpoint", lambda *arguments: (save(*arguments), saved.append(1)))
+    monkeypatch.setattr(ppo_rlhf, "clip_grad_norm_", break_after_the_first_save)
+    args = small_args(checkpoint_interval=1, num_minibatches=1, ppo_epochs=1)
+    with pytest.raises(SystemExit) as exit:
+        ppo_rlhf.train(args)
+    assert exit.value.code == 1 and "iteration 2 gave NaN or infinity" in capsys.readouterr().err
+    (run_dir,) = (ROOT / args.runs_dir).iterdir()
+    checkpoint = ppo_rlhf.load_checkpoint(run_dir)
+    assert checkpoint["iteration"] == 1 and all(x.isfinite().all() for x in checkpoint["actor"].values())
+
+
+def test_tokens_beyond_the_embedding(models, small_args, tmp_path, capsys):
+    """A word added to a tokenizer and not to its model: refused in a prompt, harmless as padding."""
+    tokenizer, model, reward_model = models
+    added = copy.deepcopy(tokenizer)
+    added.add_tokens("soufflé")
+    (tmp_path / "prompts.txt").write_text("soufflé\n", encoding="utf-8")
+    args = small_args(prompts=str(tmp_path / "prompts.txt"))
+    with pytest.raises(SystemExit):
+        ppo_rlhf.load_prompts(args, added, model, reward_model)
+    assert f"line 1: the prompt has token {len(tokenizer)}, a model knows only" in capsys.readouterr().err
+    added.add_special_tokens({"pad_token": "[PAD]"})
+    for name, each in (("model", model), ("reward", reward_model)):
+        ppo_rlhf.save_model(each, added, tmp_path / name)
+    folders = {"model": str(tmp_path / "model"), "reward_model": str(tmp_path / "reward")}
+    loaded, *_ = ppo_rlhf.make_models(ppo_rlhf.Args(**folders), torch.device("cpu"))
+    assert loaded.pad_token_id == loaded.eos_token_id
+
+
+def test_prompts_that_end_the_text(models, small_args, tmp_path, capsys):
+    tokenizer, model, reward_model = models
+    (tmp_path / "prompts.txt").write_text(f"soup {tokenizer.eos_token}\n")
+    ppo_rlhf.load_prompts(small_args(prompts=str(tmp_path / "prompts.txt")), tokenizer, model, reward_model)
+    assert "prompts end with EOS" in capsys.readouterr().err

@@ -81,6 +81,7 @@ from tqdm import tqdm
 try:
     import tokenizers
     import transformers
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 except ImportError as error:
     reason = str(error).splitlines()[0]
@@ -184,6 +185,8 @@ def check_args(args):
             fail(f"{flag} must be a finite number, not {value}")
         if field.name in ("gamma", "gae_lambda", "top_p") and not 0 <= value <= 1:
             fail(f"{flag} must be between 0 and 1, not {value}")
+        if field.name == "temperature" and 0 < value < 1e-4:  # logits divided by it would be infinite
+            fail(f"{flag} must be at least 0.0001, not {value}")
         if field.name in ("temperature", "kl_target", "kl_horizon") and value is not None and value <= 0:
             fail(f"{flag} must be above 0, not {value}")
         not_negative = ("seed", "_rate", "_coef", "_norm", "top_k", "clip_reward")
@@ -274,9 +277,12 @@ def load_model(kind, name):
     """A transformers model, float32 and without dropout, and its tokenizer; kind is one of the Auto classes."""
     try:
         config = AutoConfig.from_pretrained(name)
-        for key, value in config.to_dict().items():
+        text_config = config.get_text_config()  # nested where a model takes images too
+        for key, value in text_config.to_dict().items():
             if "drop" in key and isinstance(value, float):
-                setattr(config, key, 0.0)  # attention_dropout, resid_pdrop, ...: every architecture has its own names
+                setattr(
+                    text_config, key, 0.0
+                )  # attention_dropout, resid_pdrop, ...: every architecture has its own names
         model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # not found, no network, another kind of model, damaged: each raises something else
@@ -304,8 +310,8 @@ def make_models(args, device):
         name, reward_name = args.model or Path(run_dir, "supervised"), args.reward_model or Path(run_dir, "reward")
         reference, tokenizer = load_model(AutoModelForCausalLM, name)
         reward_model, reward_tokenizer = load_model(AutoModelForSequenceClassification, reward_name)
-        sizes = reference.config.vocab_size, reward_model.config.vocab_size
-        if reward_tokenizer.get_vocab() != tokenizer.get_vocab() or sizes[0] > sizes[1]:
+        size, reward_size = (model.config.get_text_config().vocab_size for model in (reference, reward_model))
+        if reward_tokenizer.get_vocab() != tokenizer.get_vocab() or size > reward_size:
             fail(f"--reward-model {reward_name} has another vocabulary than --model {name}: both need one tokenizer")
         if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1:
             fail(f"--reward-model {reward_name} has no layer `score` with one output")
@@ -314,7 +320,9 @@ def make_models(args, device):
         if args.reward_model and reward_model.config.pad_token_id == tokenizer.eos_token_id:
             text = "scores are read at the EOS that ends an answer, where transformers' own classifier reads before it"
             print(f"--reward-model {reward_name} pads with EOS: {text}")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # A pad token may have been added without a row of the embedding; nothing attends to padding, so any token will do.
+    if tokenizer.pad_token is None or tokenizer.pad_token_id >= reference.config.get_text_config().vocab_size:
+        tokenizer.pad_token = tokenizer.eos_token
     reference.generation_config = transformers.GenerationConfig(  # whatever else the model's own asks for is dropped
         max_new_tokens=args.response_length,
         do_sample=True,
@@ -333,7 +341,9 @@ def make_models(args, device):
 def load_prompts(args, tokenizer, *models):
     """Prompts as lists of token ids, each of which leaves room for an answer in what the models can see."""
     names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
-    context = min(getattr(model.config, name, math.inf) for model in models for name in names)
+    configs = [model.config.get_text_config() for model in models]
+    context = min(getattr(config, name, math.inf) for config in configs for name in names)
+    vocab_size = min(config.vocab_size for config in configs)
     lines, source = BUILTIN_PROMPTS, args.prompts or "the built-in task"
     if args.prompts:
         try:
@@ -346,9 +356,13 @@ def load_prompts(args, tokenizer, *models):
         except (OSError, ValueError, KeyError, TypeError) as error:
             fail(f"cannot read prompts from {args.prompts}: {type(error).__name__} {error}")
     prompts = [tokenizer(line).input_ids if line.strip() else [] for line in lines]
+    if any(len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id for prompt in prompts):
+        print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             fail(f"{source}, line {number}: the prompt is empty")
+        if max(prompt) >= vocab_size:
+            fail(f"{source}, line {number}: the prompt has token {max(prompt)}, a model knows only {vocab_size}")
         if len(prompt) + args.response_length > context:
             limit = f"--response-length {args.response_length} are more than the {context} that the models can see"
             fail(f"{source}, line {number}: the {len(prompt)} tokens of the prompt and {limit}")
@@ -387,7 +401,12 @@ def join_answers(prompt_ids, prompt_mask, answers, eos_token_id):
 def generate(actor, tokenizer, prompts, do_sample=True):
     """Answers of the actor to prompts, lists of token ids. -> sequences, attention mask (B, L), mask (B, R)"""
     prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.pad_token_id))
-    sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
+    try:
+        sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        fail("the actor's probabilities are NaN or infinity; the last checkpoint, if any, is kept", code=1)
     return join_answers(prompt_ids, prompt_mask, sequences[:, prompt_ids.shape[1] :], tokenizer.eos_token_id)
 
 
@@ -672,7 +691,7 @@ def save_model(model, tokenizer, folder):
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         fail(f"cannot write {folder}: {error}", code=1)
 
 
@@ -916,7 +935,9 @@ def train(args, stop_signals=()):
         row["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
         row["charts/generated_tokens_per_second"] = sum(generating for _, _, (generating, _) in gathered)
         row["charts/trained_tokens_per_second"] = sum(training for _, _, (_, training) in gathered)
-        if not all(math.isfinite(scalars[name]) for name in losses):
+        # Weights too: losses come before the last step, and a loss may be finite where its gradient is not.
+        weights = itertools.chain(actor.parameters(), critic.parameters())
+        if not all(math.isfinite(scalars[name]) for name in losses) or not all(w.isfinite().all() for w in weights):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
         texts = decode(tokenizer, iteration_prompts, sequences, mask)
         if args.model is None:
