@@ -9,6 +9,7 @@ iterations, where things are compiled. Rows go to results/speed_gpu_sim.csv."""
 
 import csv
 import dataclasses
+import os
 import statistics
 import sys
 import tempfile
@@ -157,6 +158,8 @@ def brax_on_brax(args, _):
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    if args.device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise Brax's own PPO would take the GPU
     sides = {"learner": (ours_without_simulator, rsl_rl_without_simulator), "brax": (ours_on_brax, brax_on_brax)}[
         args.case
     ]

@@ -23,7 +23,7 @@ import ppo_gpu_sim as script
 ORACLE = json.loads((TESTS / "gpu_sim_oracle.json").read_text())
 # What makes a run small enough for a test, for every update.
 SMALL = {"env_id": "torch_envs:drift", "num_envs": 16, "num_steps": 10, "num_minibatches": 4, "update_epochs": 2}
-SMALL |= {"total_timesteps": 800, "hidden_size": 16, "compile": False}
+SMALL |= {"total_timesteps": 800, "hidden_size": 16, "compile": False, "device": "cpu"}
 UPDATES = list(script.UPDATES)
 HAS_BRAX = importlib.util.find_spec("brax") is not None
 
@@ -228,11 +228,116 @@ def test_update_of_brax(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_first_ratio_is_one(tmp_path, update):
+def test_first_ratio_is_one(tmp_path, monkeypatch, update):
+    seen = record_calls(monkeypatch, "normal_kl")
     _, run_dir = script.train(make_args(tmp_path, update, update_epochs=1, num_minibatches=1))
     logged = scalars(run_dir)
-    for name in ("losses/clipfrac", "losses/approx_kl", "losses/kl"):
+    for name in ("losses/clipfrac", "losses/approx_kl"):
         assert len(logged[name]) == 5 and max(abs(value) for _, value in logged[name]) < 1e-6, name
+    assert len(seen) == 5 and all(kl.abs().max() < 1e-6 for *_, kl in seen)
+
+
+def record_calls(monkeypatch, name):
+    """The arguments of all calls of a function of the script, and what it returned"""
+    calls, original = [], getattr(script, name)
+
+    def spy(*arguments, **more):
+        calls.append((*arguments, *more.values(), original(*arguments, **more)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr(script, name, spy)
+    return calls
+
+
+def is_normalized(advantages):
+    return abs(advantages.mean()) < 1e-5 and abs(advantages.std() - 1) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "update, flags, normalized",
+    [
+        ("rsl_rl", {}, "rollout"),
+        ("google", {}, "none"),
+        ("nvidia", {}, "minibatch"),
+        ("google", {"norm_adv": "minibatch"}, "minibatch"),
+        ("nvidia", {"norm_adv": "none"}, "none"),
+    ],
+)
+def test_what_advantages_come_from(tmp_path, monkeypatch, update, flags, normalized):
+    """How often they are computed, of what, and over what they are normalised, when the policy loss gets them."""
+    targets = record_calls(monkeypatch, "estimate_targets")
+    losses = record_calls(monkeypatch, "clipped_policy_loss")
+    settings = {"num_steps": 20, "total_timesteps": 16 * 20, "unroll_length": None if update == "rsl_rl" else 5}
+    script.train(make_args(tmp_path, update, **settings, **flags))
+    given = [advantages for _, advantages, *_ in losses]
+    assert len(given) == 8  # two epochs of four minibatches
+    assert {x.shape for x in given} == {(1, 80) if update == "rsl_rl" else (5, 16)}
+    assert all(is_normalized(x) == (normalized == "minibatch") for x in given)
+    epochs = torch.cat(given[:4], dim=1), torch.cat(given[4:], dim=1)
+    if normalized != "minibatch":  # which depends on the minibatches
+        assert is_normalized(epochs[0]) == (normalized == "rollout")
+        same = torch.equal(*(x.flatten().sort().values for x in epochs))
+        assert same == (update != "google")  # Google's are those of a critic that has learned since
+    assert len(targets) == (9 if update == "google" else 1)
+
+
+@pytest.mark.parametrize("unroll_length", [None, 5])
+def test_shuffling(tmp_path, monkeypatch, unroll_length):
+    """Each epoch sees everything once, in an order of its own; unrolls stay whole, in their order."""
+    losses = record_calls(monkeypatch, "ppo_loss")
+    script.train(make_args(tmp_path, total_timesteps=160, unroll_length=unroll_length))
+    actions = [minibatch["actions"].squeeze(-1) for _, _, minibatch, _ in losses]
+    first, second = torch.cat(actions[:4], dim=1), torch.cat(actions[4:], dim=1)  # (L or 1, columns)
+    assert first.shape == ((unroll_length, 32) if unroll_length else (1, 160))
+    assert first.unique().numel() == 160 and not torch.equal(first, second)
+    rows = [sorted(map(tuple, epoch.T.tolist())) for epoch in (first, second)]
+    assert rows[0] == rows[1]  # the same columns
+    columns = sorted(range(first.shape[1]), key=lambda i: first[0, i])
+    assert columns != list(range(len(columns)))
+
+
+def test_clipping_of_values(tmp_path, monkeypatch):
+    """--vf-clip-coef, or else --clip-coef, or with --no-clip-vloss none"""
+    for flags, expected in (
+        ({"clip_coef": 0.3}, 0.3),
+        ({"vf_clip_coef": 0.7}, 0.7),
+        ({"vf_clip_coef": 0.7, "clip_vloss": False}, None),
+    ):
+        losses = record_calls(monkeypatch, "clipped_value_loss")
+        script.train(make_args(tmp_path, total_timesteps=160, **flags))
+        assert {clip_coef for *_, clip_coef, _ in losses} == {expected}
+
+
+def test_target_kl(tmp_path, monkeypatch):
+    """The minibatch in which the KL is too high takes no step; the first one, whose KL is 0, does."""
+    losses = record_calls(monkeypatch, "ppo_loss")
+    agent, _ = script.train(make_args(tmp_path, total_timesteps=160, target_kl=1e-12, desired_kl=None))
+    assert len(losses) == 2
+    once, _ = script.train(make_args(tmp_path, total_timesteps=160, num_minibatches=1, update_epochs=1))
+    assert not torch.equal(agent.actor[0].weight, once.actor[0].weight)
+    losses.clear()
+    script.train(make_args(tmp_path, total_timesteps=160, target_kl=1e3))
+    assert len(losses) == 8
+
+
+@pytest.mark.parametrize("anneal_lr", [False, True])
+def test_learning_rate(tmp_path, anneal_lr):
+    """Linear from --learning-rate towards 0, or constant: as logged, and as Adam has it in the end."""
+    settings = {"learning_rate": 1e-3, "desired_kl": None, "anneal_lr": anneal_lr}
+    _, run_dir = script.train(make_args(tmp_path, **settings))
+    rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
+    expected = [1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3] if anneal_lr else [1e-3] * 5
+    assert rates == pytest.approx(expected)
+    last = script.load_checkpoint(run_dir)["optimizer"]["param_groups"][0]["lr"].item()
+    assert last == pytest.approx(expected[-1])
+
+
+def test_normalised_observations_are_bounded():
+    """An outlier must not throw a network off."""
+    agent = make_agent(critic_obs_size=4)
+    for normalize, size in ((agent.normalize_obs, 3), (agent.normalize_critic_obs, 4)):
+        far = torch.full((2, size), 1e6) * torch.tensor([[1.0], [-1.0]])
+        assert normalize(far).tolist() == [[10.0] * size, [-10.0] * size]
 
 
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])
@@ -447,8 +552,25 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch, update):
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            calls.append(function.overloadpacket.__name__)
+            name = function.overloadpacket.__name__
+            if name in ("index", "index_put", "index_put_") and any(
+                x is not None and x.dtype == torch.bool for x in args[1]
+            ):
+                name = "nonzero"  # how many rows a mask selects is such a number
+            calls.append(name)
             return function(*args, **(kwargs or {}))
+
+    # What moves a tensor to the host leaves no trace where it is there already.
+    def recorded(name, original):
+        def method(*arguments, **more):
+            calls.append(name)
+            return original(*arguments, **more)
+
+        return method
+
+    to_host = {"cpu", "numpy", "tolist", "item", "__array__"}
+    for name in to_host:
+        monkeypatch.setattr(torch.Tensor, name, recorded(name, getattr(torch.Tensor, name)))
 
     class Spy(torch_envs.Drift):
         def step(self, actions):
@@ -459,7 +581,7 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch, update):
     args = make_args(tmp_path, update, env_id="torch_envs:spy", update_epochs=1)
     with Record():
         script.train(args)
-    waits = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
+    waits = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"} | to_host
     between = " ".join(calls).split("step")[1:-1]  # what follows each step
     waiting = [bool(waits & set(names.split())) for names in between]
     assert len(waiting) == 50  # one before the first rollout, then five of ten
@@ -481,7 +603,8 @@ def test_resume_is_exact(tmp_path, monkeypatch):
 
         def step(self, actions):
             if not actions.any():  # only to look at the infos
-                return self.observe(), None, None, None, {"final_obs": None}
+                zeros = torch.zeros(self.num_envs)
+                return self.observe(), zeros, zeros.bool(), zeros.bool(), {"final_obs": self.observe()}
             return super().step(actions)
 
     monkeypatch.setattr(torch_envs, "lasting", Lasting, raising=False)
@@ -616,6 +739,51 @@ def test_wrong_input(tmp_path, capsys, monkeypatch, flags, words):
     assert not list(tmp_path.iterdir())
 
 
+BREAKS = {  # a simulator's mistake, and what is said about it
+    "no policy": (lambda obs, *rest: ({"actor": obs["policy"]}, *rest), 'without "policy"'),
+    "flat obs": (lambda obs, *rest: (obs["policy"][:, 0], *rest), "observations of step are a tensor (16,)"),
+    "numpy obs": (lambda obs, *rest: (obs["policy"].numpy(), *rest), "observations of step are of type ndarray"),
+    "reward column": (lambda obs, r, *rest: (obs, r[:, None], *rest), "rewards are a tensor (16, 1)"),
+    "float ends": (
+        lambda o, r, ends, *rest: (o, r, ends.float(), *rest),
+        "torch.float32, not (N,), N = 16, torch.bool",
+    ),
+    "integer ends": (lambda o, r, e, cut, i: (o, r, e, cut.long(), i), "truncations are a tensor"),
+    "four": (lambda obs, r, e, cut, i: (obs, r, e | cut, i), "rewards, terminations, truncations, infos"),
+    "final": (lambda *four, infos=None: (*four[:4], {"final_obs": four[1]}), "final observations are a tensor (16,)"),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_simulators_with_mistakes(tmp_path, capsys, monkeypatch, how):
+    """One line that says which, and no run folder."""
+    broken, words = BREAKS[how]
+
+    class Broken(torch_envs.Drift):
+        def step(self, actions):
+            return broken(*super().step(actions))
+
+    monkeypatch.setattr(torch_envs, "broken", Broken, raising=False)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        script.train(make_args(tmp_path, env_id="torch_envs:broken"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and "torch_envs:broken" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_simulator_without_infos_at_its_reset(tmp_path, capsys, monkeypatch):
+    """Its first row of observations would be taken for all of them."""
+
+    class Bare(torch_envs.Drift):
+        def reset(self, seed=None):
+            return super().reset(seed)[0]
+
+    monkeypatch.setattr(torch_envs, "bare", Bare, raising=False)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        script.train(make_args(tmp_path, env_id="torch_envs:bare"))
+    assert "does not return (observations, infos) from reset" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["rewards", "obs"])
 def test_nan(tmp_path, capsys, monkeypatch, what):
     """It ends in one line, and never gets into statistics or weights."""
@@ -640,6 +808,30 @@ def test_nan(tmp_path, capsys, monkeypatch, what):
     assert all(torch.isfinite(x).all() for x in checkpoint["agent"].state_dict().values())
 
 
+def drift_agent(envs):
+    sizes = [None if x is None else x.shape[1] for x in script.split_obs(envs.reset(seed=1)[0])]
+    return script.Agent(*sizes, envs.single_action_space.low, envs.single_action_space.high, script.Args())
+
+
+def test_evaluation_without_an_end(capsys):
+    """Episodes that no time limit ends are cut, and a line says so."""
+
+    class Endless(torch_envs.Drift):
+        count = 0
+
+        def step(self, actions):
+            self.count += 1
+            assert self.count <= 70
+            obs, rewards, _, _, infos = super().step(actions)
+            ends = torch.arange(4) == 2
+            return obs, torch.ones_like(rewards), ends, torch.zeros(4, dtype=torch.bool), infos
+
+    envs = Endless(4, torch.device("cpu"), 1)
+    returns = script.evaluate(drift_agent(envs), envs, seed=1, longest=70)
+    assert returns.tolist() == [70, 70, 1, 70]
+    assert "3 episodes of the evaluation were cut after 70 steps" in capsys.readouterr().err
+
+
 def test_evaluation_ends_with_the_first_episode():
     """What a simulator gives afterwards, NaN too, does not count."""
 
@@ -653,9 +845,7 @@ def test_evaluation_ends_with_the_first_episode():
             return obs, rewards, terminations, truncations, infos
 
     envs = Diverges(16, torch.device("cpu"), 1)
-    sizes = [x.shape[1] for x in script.split_obs(envs.reset(seed=1)[0])]
-    agent = script.Agent(*sizes, envs.single_action_space.low, envs.single_action_space.high, script.Args())
-    returns = script.evaluate(agent, envs, seed=1)
+    returns = script.evaluate(drift_agent(envs), envs, seed=1)
     assert np.isfinite(returns).all() and len(set(returns)) > 1
 
 

@@ -390,6 +390,34 @@ def make_envs(args, num_envs, device):
     return envs
 
 
+def check_envs(env_id, num_envs, of_reset, of_step):
+    """Refuse a simulator whose `reset` and `step` do not return what VectorEnvs says."""
+
+    def check(name, x, *, rows_only, dtype=None):
+        wanted = f"{'(N,)' if rows_only else '(N, size)'}, N = {num_envs}" + (f", {dtype}" if dtype else "")
+        if not isinstance(x, torch.Tensor):
+            fail(f"{env_id}: {name} are of type {type(x).__name__}, not a tensor {wanted}")
+        if x.dim() != (1 if rows_only else 2) or len(x) != num_envs or dtype not in (None, x.dtype):
+            fail(f"{env_id}: {name} are a tensor {tuple(x.shape)}, {x.dtype}, not {wanted}")
+
+    if not (isinstance(of_reset, tuple) and len(of_reset) == 2 and isinstance(of_step, tuple) and len(of_step) == 5):
+        names = "observations, infos", "observations, rewards, terminations, truncations, infos"
+        fail(f"{env_id} does not return ({names[0]}) from reset and ({names[1]}) from step")
+    (first_obs, _), (obs, rewards, terminations, truncations, infos) = of_reset, of_step
+    all_obs = {"observations of reset": first_obs, "observations of step": obs}
+    if "final_obs" in infos:
+        all_obs["final observations"] = infos["final_obs"]
+    for name, groups in all_obs.items():
+        if isinstance(groups, dict) and "policy" not in groups:
+            fail(f'{env_id}: {name} are groups {list(groups)}, without "policy"')
+        for x in split_obs(groups):
+            if x is not None:
+                check(name, x, rows_only=False)
+    check("rewards", rewards, rows_only=True)
+    check("terminations", terminations, rows_only=True, dtype=torch.bool)
+    check("truncations", truncations, rows_only=True, dtype=torch.bool)
+
+
 def split_obs(obs):
     """Observations of VectorEnvs -> what the actor sees (N, D), what the critic sees (N, P) or None for the same."""
     return (obs["policy"], obs.get("critic")) if isinstance(obs, dict) else (obs, None)
@@ -897,20 +925,25 @@ def export_actor(run_dir):
 
 
 @torch.no_grad()
-def evaluate(agent, envs, seed, deterministic=True):
-    """Returns (N,) of the first episode of each environment. The agent stays as it is, statistics included."""
+def evaluate(agent, envs, seed, deterministic=True, longest=10**5):
+    """Returns (N,) of the first episode of each environment. The agent stays as it is, statistics included. Episodes
+    are cut after `longest` steps: without a time limit they may go on for ever."""
     devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # training's random numbers go on as if there had been no evaluation
         torch.manual_seed(seed)
         obs, _ = envs.reset(seed=seed)
         running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.obs_rms.mean.device)
         episodic_returns = torch.zeros(envs.num_envs, device=agent.obs_rms.mean.device)
-        for t in itertools.count(1):
+        for t in range(1, longest + 1):
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns = episodic_returns + torch.where(running, rewards, 0.0)  # what comes later may be NaN
             running &= ~(terminations | truncations)
             if t % 50 == 0 and not running.any():  # not in every step: asking waits for the device
-                return episodic_returns.cpu().numpy()
+                break
+        if running.any():
+            cut = int(running.sum())
+            print(f"{cut} episodes of the evaluation were cut after {longest} steps", file=sys.stderr)
+        return episodic_returns.cpu().numpy()
 
 
 def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
@@ -965,6 +998,8 @@ def train(args, stop_signals=()):
     if num_ranks > 1:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            if device.index >= torch.cuda.device_count():
+                fail(f"torchrun started more processes here than there are GPUs ({torch.cuda.device_count()})")
         join_ranks(device)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
@@ -974,11 +1009,13 @@ def train(args, stop_signals=()):
     # A simulator may contain networks: without no_grad their graph would grow from step to step.
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     action_space = envs.single_action_space
-    sizes = [x if x is None else x.shape[1] for x in split_obs(reset(seed=args.seed)[0])]
+    of_reset = reset(seed=args.seed)
     zeros = np.clip(0.0, action_space.low, action_space.high).reshape(-1)  # or the nearest within the bounds
     first_action = torch.as_tensor(zeros, dtype=torch.float32, device=device)
-    *_, infos = step(first_action.repeat(N, 1))  # one step, to see which infos it gives
-    if args.timeouts == "exact" and "final_obs" not in infos:
+    of_step = step(first_action.repeat(N, 1))  # one step, to see what it returns
+    check_envs(args.env_id, N, of_reset, of_step)
+    sizes = [x if x is None else x.shape[1] for x in split_obs(of_reset[0])]
+    if args.timeouts == "exact" and "final_obs" not in of_step[-1]:
         fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
     agent = Agent(*sizes, action_space.low.reshape(-1), action_space.high.reshape(-1), args).to(device)
     # The parameters of actor and critic become views of one vector each: one norm and one Adam step for all its layers.
