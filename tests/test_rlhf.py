@@ -268,10 +268,9 @@ def test_left_padding_changes_no_answer(models):
         assert ppo_rlhf.decode(tokenizer, [prompt], sequences, mask) == [pair]
 
 
-def test_log_probs_are_those_of_what_is_sampled_from(models, monkeypatch):
+def test_log_probs_are_those_of_what_is_sampled_from(small_args, monkeypatch):
     """At a temperature, with a cache and left padding: `generate`'s own numbers."""
-    tokenizer, model, _ = models
-    model.generation_config.temperature = 0.6
+    tokenizer, model, _ = ppo_rlhf.make_models(small_args(temperature=0.6), torch.device("cpu"))
     prompts = [tokenizer(prompt).input_ids for prompt in ppo_rlhf.BUILTIN_PROMPTS[::5]]
     generated, original = [], model.generate
 
@@ -287,6 +286,19 @@ def test_log_probs_are_those_of_what_is_sampled_from(models, monkeypatch):
         log_probs, _ = ppo_rlhf.get_log_probs(model, *answers, temperature=0.6)
     sampled = model.compute_transition_scores(generated[0].sequences, generated[0].scores, normalize_logits=True)
     torch.testing.assert_close(log_probs[mask], sampled[mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_sampling_flags(small_args, models, flags):
+    """Each of them, at its extreme, leaves only the likeliest token."""
+    tokenizer, model, _ = models
+    prompts = [tokenizer(prompt).input_ids for prompt in ppo_rlhf.BUILTIN_PROMPTS]
+    likeliest, *_ = ppo_rlhf.generate(model, tokenizer, prompts, do_sample=False)
+    sampled, *_ = ppo_rlhf.generate(model, tokenizer, prompts)
+    assert likeliest.shape == sampled.shape and not torch.equal(likeliest, sampled)
+    _, model, _ = ppo_rlhf.make_models(small_args(**flags), torch.device("cpu"))
+    sampled, *_ = ppo_rlhf.generate(model, tokenizer, prompts)
+    assert torch.equal(likeliest, sampled)
 
 
 def test_padding_changes_no_loss_and_no_gradient(small_args, gradients, monkeypatch):
@@ -353,6 +365,9 @@ def test_ratio_is_one_in_the_first_minibatch(small_args, monkeypatch):
         assert ratios[first] < 1e-5 and all(ratio > 1e-4 for ratio in ratios[first + 1 : first + 6])
         epochs = [torch.cat(advantages[i : i + 2]).sort().values for i in range(first, first + 6, 2)]
         assert all(torch.equal(epoch, estimated[first // 6]) for epoch in epochs)  # as they came, all of them
+    # In minibatches of their own in every epoch.
+    sets = [tuple(sorted(advantages[i].tolist())) for i in range(0, len(advantages), 2)]
+    assert len(set(sets)) == len(sets)
 
 
 def test_four_models(small_args, gradients, monkeypatch):
@@ -436,6 +451,104 @@ def test_learns_the_builtin_task(learned):
         assert end > begin + gain, (name, begin, end)
     assert 0.2 < table[-1]["charts/kl"] < 2
     assert table[-1]["losses/explained_variance"] > 0.2
+
+
+def record_calls(monkeypatch, name):
+    """The arguments of all calls of a function of the script, and what it returned"""
+    calls, original = [], getattr(ppo_rlhf, name)
+
+    def spy(*arguments, **more):
+        calls.append((*arguments, *more.values(), original(*arguments, **more)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr(ppo_rlhf, name, spy)
+    return calls
+
+
+SETTINGS = {  # none of them a default
+    "gamma": 0.9,
+    "gae_lambda": 0.8,
+    "clip_coef": 0.3,
+    "vf_clip_coef": 0.4,
+    "clip_reward": 0.5,
+    "kl_coef": 0.6,
+    "max_grad_norm": 0.01,
+    "actor_learning_rate": 2e-3,
+    "critic_learning_rate": 3e-3,
+}
+
+
+@pytest.mark.parametrize("anneal_lr", [True, False])
+def test_settings_reach_what_they_set(small_args, monkeypatch, anneal_lr):
+    names = "compute_rewards", "answer_advantages", "clipped_policy_loss", "clipped_value_loss"
+    calls = {name: record_calls(monkeypatch, name) for name in names}
+    original, steps = ppo_rlhf.apply_gradient, []
+
+    def spy(loss, model, optimizer, max_grad_norm):
+        original(loss, model, optimizer, max_grad_norm)
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        steps.append((optimizer.param_groups[0]["lr"], norm))
+
+    monkeypatch.setattr(ppo_rlhf, "apply_gradient", spy)
+    ppo_rlhf.train(small_args(**SETTINGS, anneal_lr=anneal_lr, num_minibatches=1, ppo_epochs=1))
+    assert [call[3:5] for call in calls["compute_rewards"]] == [(0.6, 0.5)] * 4
+    assert [call[3:5] for call in calls["answer_advantages"]] == [(0.9, 0.8)] * 4
+    assert [call[2] for call in calls["clipped_policy_loss"]] == [0.3] * 4
+    assert [call[3] for call in calls["clipped_value_loss"]] == [0.4] * 4
+    remaining = (1, 0.75, 0.5, 0.25) if anneal_lr else (1, 1, 1, 1)
+    assert [lr for lr, _ in steps] == pytest.approx([x * lr for x in remaining for lr in (2e-3, 3e-3)])
+    assert [norm for _, norm in steps] == pytest.approx([0.01] * 8, rel=1e-3)  # without the bound more
+
+
+def test_settings_that_switch_off(small_args, gradients, monkeypatch):
+    """--vf-clip-coef None, --max-grad-norm 0"""
+    calls = record_calls(monkeypatch, "clipped_value_loss")
+    args = small_args(vf_clip_coef=None, max_grad_norm=0.0, total_episodes=8)
+    ppo_rlhf.train(args)
+    assert {call[3] for call in calls} == {None}
+    norms = [torch.cat([x.flatten() for x in step]).norm() for _, _, step in gradients]
+    assert min(norms) > 0.01
+
+
+def test_metrics(small_args, monkeypatch):
+    """What is logged of one iteration, from what its functions saw."""
+    losses, answers = (record_calls(monkeypatch, name) for name in ("clipped_policy_loss", "generate"))
+    scores, values = (record_calls(monkeypatch, name) for name in ("get_scores", "clipped_value_loss"))
+    log_probs = record_calls(monkeypatch, "get_log_probs")
+    small = {"total_episodes": 256, "batch_size": 256, "num_minibatches": 4, "actor_learning_rate": 3e-3}
+    _, run_dir = ppo_rlhf.train(small_args(**small, clip_coef=0.05))
+    row = {name: float(value) for name, value in rows(run_dir)[0].items()}
+    (_, _, _, (sequences, _, mask)), scores = answers[0], torch.cat([result for *_, result in scores])
+    texts = [row[-mask.shape[1] :].tolist() for row in sequences]
+    lengths = [text.index(EOS) + 1 if EOS in text else len(text) for text in texts]
+    assert 0.1 < sum(EOS in text for text in texts) / 256 < 0.9  # some end, some do not
+    assert row["charts/ended"] == pytest.approx(sum(EOS in text for text in texts) / 256)
+    assert row["charts/response_length"] == pytest.approx(sum(lengths) / 256)
+    assert row["charts/reward"] == pytest.approx(scores.mean().item(), rel=1e-5)
+    for name, calls in (("policy_loss", losses), ("value_loss", values)):
+        assert row[f"losses/{name}"] == pytest.approx(sum(call[-1].item() for call in calls) / 8, rel=1e-5)
+    assert row["losses/values"] == pytest.approx(sum(call[0].mean().item() for call in values) / 8, rel=1e-5)
+    ratios = [log_ratio.detach().exp() for log_ratio, *_ in losses]
+    outside = [((ratio < 0.95) | (ratio > 1.05)).float().mean().item() for ratio in ratios]
+    assert 0.05 < sum(outside) / 8 < 0.95 and row["losses/clipfrac"] == pytest.approx(sum(outside) / 8, rel=1e-4)
+    # To second order the KL is half the mean square of the log-ratio.
+    second_order = sum(log_ratio.detach().square().mean().item() for log_ratio, *_ in losses) / 8 / 2
+    assert row["losses/approx_kl"] == pytest.approx(second_order, rel=0.1)
+    # Minus the log-probability of what was sampled estimates the entropy.
+    sampled = torch.cat([result[0] for *_, result in log_probs[:8:2]])  # the actor's, before the update
+    assert row["losses/entropy"] == pytest.approx(-sampled[mask].mean().item(), rel=0.1)
+
+
+def test_noise_of_other_architectures(models, tmp_path):
+    """Mixtral's routers multiply what they see by random numbers in training."""
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.MixtralConfig(**size, **heads, router_jitter_noise=0.5, attention_dropout=0.1)
+    ppo_rlhf.save_model(transformers.MixtralForCausalLM(config), models[0], tmp_path)
+    model, _ = ppo_rlhf.load_model(ppo_rlhf.AutoModelForCausalLM, str(tmp_path))
+    tokens = torch.randint(64, (2, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(model.train()(tokens).logits, model.eval()(tokens).logits, atol=0, rtol=0)
 
 
 def test_run_folder(learned):
@@ -566,30 +679,52 @@ def test_two_ranks_train_as_one(small_args, tmp_path):
 import os, sys, torch
 sys.path.insert(0, {str(ROOT / "variants")!r})
 import ppo_rlhf
-generate, prompts = ppo_rlhf.generate, []
-ppo_rlhf.generate = lambda actor, tokenizer, some: prompts.extend(some) or generate(actor, tokenizer, some)
-step, models = ppo_rlhf.apply_gradient, {{}}
-ppo_rlhf.apply_gradient = lambda loss, model, *a: (models.setdefault(model), step(loss, model, *a))
+rank, seen = int(os.environ["RANK"]), {{"prompts": [], "scores": [], "models": {{}}, "random": []}}
+make_models, generate, get_scores, step = (
+    getattr(ppo_rlhf, name) for name in ("make_models", "generate", "get_scores", "apply_gradient"))
+
+def other_models(*arguments):
+    result = make_models(*arguments)
+    for model in result[1:]:
+        for parameter in model.parameters():
+            parameter.data += 0.1 * rank  # as if loaded from another file
+    return result
+
+def spy_on_generate(actor, tokenizer, prompts):
+    seen["prompts"] += prompts
+    seen["random"].append(torch.get_rng_state())
+    return generate(actor, tokenizer, prompts)
+
+def spy_on_scores(*arguments):
+    seen["scores"].append(get_scores(*arguments))
+    return seen["scores"][-1]
+
+ppo_rlhf.make_models, ppo_rlhf.generate, ppo_rlhf.get_scores = other_models, spy_on_generate, spy_on_scores
+ppo_rlhf.apply_gradient = lambda loss, model, *a: (seen["models"].setdefault(model), step(loss, model, *a))
 actor, run_dir = ppo_rlhf.train(ppo_rlhf.parse_args())
-weights = [p.detach() for model in models for p in model.parameters()]
+models = seen.pop("models")
 assert len(models) == 2 and actor in models
-torch.save((prompts, weights, str(run_dir)), {str(tmp_path)!r} + "/rank-" + os.environ["RANK"] + ".pt")
+seen |= {{"weights": [p.detach() for model in models for p in model.parameters()], "run_dir": str(run_dir)}}
+torch.save(seen, {str(tmp_path)!r} + f"/rank-{{rank}}.pt")
 """
     (tmp_path / "two.py").write_text(code)
     flags = flags_of(**{k: v for k, v in vars(small_args(total_episodes=16)).items() if v is not None})
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", tmp_path / "two.py"]
     finished = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
     assert finished.returncode == 0, finished.stderr
-    (prompts, weights, run_dir), (other_prompts, other_weights, none) = (
-        torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)
-    )
-    assert none == "None" and len(list((tmp_path / "runs").iterdir())) == 1
-    shares = [*prompts[:4], *other_prompts[:4], *prompts[4:], *other_prompts[4:]]  # two iterations of 8
+    one, other = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
+    run_dir = one["run_dir"]
+    assert other["run_dir"] == "None" and len(list((tmp_path / "runs").iterdir())) == 1
+    prompts = [x["prompts"] for x in (one, other)]
+    shares = [*prompts[0][:4], *prompts[1][:4], *prompts[0][4:], *prompts[1][4:]]  # two iterations of 8
     assert len({tuple(prompt) for prompt in shares[:8]}) == 8  # a pass over all prompts
-    assert all(torch.equal(*pair) for pair in zip(weights, other_weights))
-    assert len(rows(tmp_path / "runs" / os.path.basename(run_dir))) == 2
+    assert not torch.equal(one["random"][0], other["random"][0])  # answers to the same prompt would differ
+    assert all(torch.equal(*pair) for pair in zip(one["weights"], other["weights"]))
+    logged = [float(row["charts/reward"]) for row in rows(tmp_path / "runs" / os.path.basename(run_dir))]
+    means = [torch.cat([*one["scores"][i : i + 2], *other["scores"][i : i + 2]]).mean().item() for i in (0, 2)]
+    assert logged == pytest.approx(means, rel=1e-5)
     saved = ppo_rlhf.load_checkpoint(run_dir)
-    assert len(saved["rng_states"]) == 2 and torch.equal(saved["actor"]["transformer.wte.weight"], weights[0])
+    assert len(saved["rng_states"]) == 2 and torch.equal(saved["actor"]["transformer.wte.weight"], one["weights"][0])
 
 
 # ------------------------------------------------------------------------------------------------ command line

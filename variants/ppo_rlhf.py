@@ -274,15 +274,15 @@ def make_builtin_models(args):
 
 
 def load_model(kind, name):
-    """A transformers model, float32 and without dropout, and its tokenizer; kind is one of the Auto classes."""
+    """A transformers model, float32 and without dropout or other noise, and its tokenizer; kind is one of the Auto
+    classes."""
     try:
         config = AutoConfig.from_pretrained(name)
         text_config = config.get_text_config()  # nested where a model takes images too
         for key, value in text_config.to_dict().items():
-            if "drop" in key and isinstance(value, float):
-                setattr(
-                    text_config, key, 0.0
-                )  # attention_dropout, resid_pdrop, ...: every architecture has its own names
+            # attention_dropout, resid_pdrop, router_jitter_noise, ...: every architecture has its own names
+            if ("drop" in key or "jitter" in key) and isinstance(value, float):
+                setattr(text_config, key, 0.0)
         model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # not found, no network, another kind of model, damaged: each raises something else
