@@ -492,29 +492,40 @@ def draw_curves(name):
         plt.close(figure)
 
 
-def write_readme():
-    """Tables and pictures of all suites, between README's markers."""
+def fill_page(page):
+    """README with the tables of today's results between its markers: the main suite and speed first, the others further
+    below."""
     text = "In all tables *last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over"
     text += " seeds, with a 95% bootstrap interval (too narrow for few seeds: of three it is the range); *evaluated*"
     text += " is the mean of ten episodes (or `--eval-episodes`) of the trained agent without exploration."
-    lines = [text, ""]
-    for name in [name for name in SUITES if (RESULTS / f"{name}.csv").exists()]:
-        draw_curves(name)
-        lines += suite_table(name)
-    lines += speed_table()
-    text = (
-        "What these command lines learn (`python benchmark/learning.py`); *before*: the script before the work on its"
+    text += (
+        " Published figures: sources and protocols in benchmark/published.csv. *: the best evaluation during training"
     )
-    text += " speed, with the same flags and seeds."
-    lines += [text, "", *learning_table(read_csv(RESULTS / "learning.csv")), ""]
-    text = "Published figures: sources and protocols in benchmark/published.csv. *: the best evaluation during training"
     text += " (mean over seeds of the best, or best mean over seeds), not the last. †: a single run, evaluated without"
     text += " exploration. Figures that could only be read off plots are left out."
-    lines.append(text)
+    first, *others = [name for name in SUITES if (RESULTS / f"{name}.csv").exists()]
+    blocks = {"results": [text, "", *suite_table(first), *speed_table()], "more results": []}
+    for name in others:
+        blocks["more results"] += suite_table(name)
+    text = (
+        "**What the settings of the speed table learn** (`python benchmark/learning.py`); *before*: the script before"
+    )
+    text += " the work on its speed, with the same flags and seeds."
+    blocks["more results"] += [text, "", *learning_table(read_csv(RESULTS / "learning.csv")), ""]
+    for name, lines in blocks.items():
+        start, end = f"<!-- {name}: written by `python benchmark/report.py --readme` -->\n", f"<!-- end of {name} -->"
+        before, rest = page.split(start)
+        page = before + start + "\n".join(lines) + end + rest.split(end)[1]
+    return page
+
+
+def write_readme():
+    """Tables and pictures of all suites."""
+    for name in SUITES:
+        if (RESULTS / f"{name}.csv").exists():
+            draw_curves(name)
     readme = ROOT / "README.md"
-    start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
-    before, rest = readme.read_text().split(start)
-    readme.write_text(before + start + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+    readme.write_text(fill_page(readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -137,6 +137,13 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
 
+def test_readme_has_the_tables_of_the_results():
+    """No figure between its markers is older than results/, or written by hand."""
+    page = (ROOT / "README.md").read_text()
+    assert report.fill_page(page) == page
+    assert report.fill_page(re.sub(r"\| \*\*\d", "| **", page)) == page  # all figures of its tables
+
+
 @pytest.mark.parametrize("tool, package", [("report", "matplotlib"), ("tune", "optuna")])
 def test_tools_need_more_requirements(monkeypatch, tool, package):
     """Of benchmark/requirements.txt; where they are missing one line says so."""
