@@ -334,6 +334,18 @@ def test_resume_with_other_actions(script, small_args, capsys):
     assert "has other actions now than when" in capsys.readouterr().err
 
 
+def test_longer_total_stretches_the_schedules(script, small_args):
+    """As README says: after --resume the learning rate is where a run of the new length would have it."""
+    args = small_args(anneal_lr=True, desired_kl=None, learning_rate=1e-3)
+    _, run_dir = script.train(args)
+    iterations = args.total_timesteps // (args.num_envs * args.num_steps)
+    script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
+    rates = [rate for _, rate in scalars(run_dir)["charts/learning_rate"]]
+    fractions = [1 - i / iterations for i in range(iterations)]
+    fractions += [1 - i / (2 * iterations) for i in range(iterations, 2 * iterations)]
+    assert rates == pytest.approx([1e-3 * fraction for fraction in fractions], rel=1e-5)
+
+
 class Cutter(gym.Wrapper):
     def step(self, action):
         *step, info = self.env.step(action)
