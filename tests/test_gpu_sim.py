@@ -467,6 +467,44 @@ def test_episodes(tmp_path, monkeypatch):
     np.testing.assert_allclose([[float(x) for x in row[:3]] for row in rows], seen, atol=1e-4, rtol=1e-4)
 
 
+class Timed(torch_envs.Drift):
+    """With what --stagger-envs needs. Nothing terminates."""
+
+    max_episode_length = 50
+
+    @property
+    def episode_length_buf(self):
+        return self.steps
+
+    @episode_length_buf.setter
+    def episode_length_buf(self, steps):
+        self.steps = steps
+
+    def step(self, actions):
+        obs, rewards, *ends, infos = super().step(torch.zeros_like(actions))
+        return obs, rewards, *ends, infos
+
+    def start(self, where):
+        super().start(where)
+        self.wind = torch.zeros_like(self.wind)
+
+
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
+def test_stagger_envs(tmp_path, monkeypatch, update):
+    """rsl_rl's episodes end at many different times, and those that began late are not logged; Google's all at once."""
+    monkeypatch.setattr(torch_envs, "timed", Timed, raising=False)
+    settings = {"env_id": "torch_envs:timed", "total_timesteps": 16 * 150}
+    _, run_dir = script.train(make_args(tmp_path, update, **settings))
+    rows = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    assert {row[2] for row in rows} == {"50"}
+    ends = [int(row[0]) // 16 for row in rows]
+    assert len(ends) == (48 if update == "google" else 32)  # in 150 steps; what is left of the first, then two
+    if update == "google":
+        assert set(ends) == {50, 100, 150}
+    else:
+        assert min(ends) > 50 and len(set(ends)) > 16
+
+
 def test_statistics_have_seen_what_was_acted_on(tmp_path, monkeypatch):
     """Every observation once, the first included, the last not yet, nothing of the step that only looks at infos."""
     seen = []
@@ -923,6 +961,10 @@ def test_brax(tmp_path, monkeypatch):
         ended["terminations"] += terminations.sum().item()
         ended["truncations"] += truncations.sum().item()
     assert min(ended.values()) > 10
+    envs.reset(seed=1)
+    envs.episode_length_buf = torch.arange(64.0) % 30
+    cuts = torch.stack([envs.step(torch.zeros(64, 1))[3] for _ in range(3)])
+    assert (cuts.nonzero()[:, 1] % 30).tolist() == [29, 29, 28, 28, 27, 27]  # each after what is left of its 30 steps
     monkeypatch.setattr(script, "make_envs", lambda *_: envs)  # JAX has compiled it
     settings = {"num_envs": 64, "num_steps": 20, "learning_rate": 1e-3, "total_timesteps": 64 * 20 * 30}
     agent, _ = script.train(make_args(tmp_path, "google", env_id="brax/inverted_pendulum", **settings, hidden_size=32))

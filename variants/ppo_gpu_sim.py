@@ -41,6 +41,8 @@ Choices, where these systems differ from each other, and this file from them:
  7. The gradients of actor and critic are clipped separately, as in rsl_rl since 4.0; Google and NVIDIA do not clip.
     Networks have torch's default initialisation; Adam has eps 1e-8.
  8. The critic may see more than the actor: observations {"policy": ..., "critic": ...}, as Isaac Lab gives them.
+ 9. First episodes begin at a random point of their time limit (--stagger-envs), as in rsl_rl's init_at_random_ep_len;
+    with Google and NVIDIA all begin at 0. Those that this cuts short teach as others do, and are not logged.
 
 Shapes: T = num_steps, N = num_envs per rank, L = unroll_length (or T), C = T / L * N unrolls side by side,
 M = minibatch size in steps, D = size of an observation, P = of the critic's, A = of an action.
@@ -113,6 +115,7 @@ class Args:  # the comments are what --help prints
     norm_obs: bool = True  # normalise observations by the mean and standard deviation of earlier rollouts, clip to +-10
     update: Literal["rsl_rl", "google", "nvidia"] = "rsl_rl"  # sets the defaults below; those shown are rsl_rl's
     num_envs: int = 4096  # environments stepped side by side (N)
+    stagger_envs: bool = True  # first episodes end early, each at another time; where there is an episode_length_buf
     reward_scale: float = 1.0  # the learner sees rewards times this
     # --- PPO
     num_steps: int = 24  # steps of each environment per iteration (T)
@@ -147,7 +150,7 @@ GOOGLE = {"num_envs": 2048, "num_steps": 80, "unroll_length": 5, "num_minibatche
 GOOGLE |= {"learning_rate": 3e-4, "desired_kl": None, "gamma": 0.97, "reward_scale": 0.1, "timeouts": "masked"}
 GOOGLE |= {"advantages": "brax", "recompute_targets": True, "norm_adv": "none", "clip_coef": 0.3, "clip_vloss": False}
 GOOGLE |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.0, "policy": "tanh", "hidden_size": 64}
-GOOGLE |= {"hidden_layers": 2, "activation": "silu"}
+GOOGLE |= {"hidden_layers": 2, "activation": "silu", "stagger_envs": False}
 NVIDIA = GOOGLE | {"advantages": "gae", "recompute_targets": False, "norm_adv": "minibatch"}
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -243,7 +246,8 @@ class VectorEnvs(Protocol):
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
 
     def reset(self, seed=None):
-        """-> observations, infos"""
+        """-> observations, infos. For --stagger-envs, which otherwise changes nothing, an environment also has
+        max_episode_length and, to be set after a reset, episode_length_buf (N,), the steps of the present episodes."""
 
     def step(self, actions):
         """actions (N, A) -> observations, rewards (N,), terminations and truncations (N,) bool, infos.
@@ -283,7 +287,7 @@ class BraxEnvs:
         except (KeyError, ValueError, AssertionError) as error:
             fail(f"there is no Brax environment {name!r} with the backend {backend!r}: {type(error).__name__} {error}")
         env = AutoResetWrapper(KeepFinalObs(EpisodeWrapper(VmapWrapper(env), episode_length, action_repeat=1)))
-        self.num_envs = num_envs
+        self.num_envs, self.max_episode_length = num_envs, episode_length
         self.single_action_space = gym.spaces.Box(-1.0, 1.0, (env.action_size,))
         self.jax, self.jit_reset, self.jit_step = jax, jax.jit(env.reset), jax.jit(env.step)
         try:
@@ -297,6 +301,14 @@ class BraxEnvs:
         keys = self.jax.random.split(self.jax.random.PRNGKey(seed % 2**32), self.num_envs)
         self.state = self.jit_reset(self.jax.device_put(keys, self.jax_device))
         return torch.from_dlpack(self.state.obs), {}
+
+    @property
+    def episode_length_buf(self):
+        return torch.from_dlpack(self.state.info["steps"])
+
+    @episode_length_buf.setter
+    def episode_length_buf(self, steps):
+        self.state.info["steps"] = self.jax.dlpack.from_dlpack(steps)
 
     def step(self, actions):
         self.state = self.jit_step(self.state, self.jax.dlpack.from_dlpack(actions.contiguous()))
@@ -1116,6 +1128,12 @@ def train(args, stop_signals=()):
     # A resumed run cannot put its simulators back where they were: it starts new episodes, with another seed.
     env_seed = int(np.random.SeedSequence([args.seed, global_step, rank]).generate_state(1)[0])
     next_obs, next_critic_obs = split_obs(reset(seed=env_seed)[0])
+    # Environments that begin together and end by a time limit would stay in step: a rollout would see one phase only.
+    begun_late = torch.zeros(N, dtype=torch.bool, device=device)  # whose first episode the time limit ends too soon
+    cut_short = torch.zeros(T, N, dtype=torch.bool, device=device)
+    if args.stagger_envs and hasattr(envs, "episode_length_buf"):
+        envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
+        begun_late.fill_(True)
     start_time, start_step = time.time(), global_step
     progress = {"total": num_iterations * T * args.num_envs, "initial": global_step, "unit": "step", "unit_scale": True}
     progress = tqdm(**progress, disable=None if rank == 0 else True)
@@ -1156,6 +1174,8 @@ def train(args, stop_signals=()):
             episode_lengths += 1
             ended = terminations[t] | truncations[t]
             ended_returns[t], ended_lengths[t] = episode_returns, episode_lengths
+            cut_short[t] = begun_late & truncations[t]
+            begun_late.masked_fill_(ended, False)
             episode_returns.masked_fill_(ended, 0.0)
             episode_lengths.masked_fill_(ended, 0.0)
         raw_obs[T] = next_obs
@@ -1227,7 +1247,7 @@ def train(args, stop_signals=()):
         # stop_signals is read once: a signal that comes later waits for the next iteration.
         rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
         seconds = seconds_before + time.time() - start_time
-        step_of_end, env_of_end = (terminations | truncations).nonzero(as_tuple=True)
+        step_of_end, env_of_end = ((terminations | truncations) & ~cut_short).nonzero(as_tuple=True)
         columns_of_csv = (
             global_step + args.num_envs * (step_of_end + 1),
             ended_returns[step_of_end, env_of_end],
