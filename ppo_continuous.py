@@ -460,8 +460,8 @@ def train(args, stop_signals=()):
                 episode_returns[n], episode_lengths[n], not_whole[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
-        steps = (step_rewards, step_terminations, step_truncations)
-        rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)  # (T, N)
+        steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
+        rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)

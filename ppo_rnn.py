@@ -1,77 +1,63 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11,<2.14",
-#     "gymnasium[mujoco]>=1.4,<2",
-#     "mujoco>=3.2,<5",
-#     "ale-py>=0.12,<0.13",
-#     "numpy>=1.26,<3",
-#     "tyro>=1.0,<2",
-#     "tensorboard>=2.18,<3",
-#     "wandb>=0.22,<1",
-#     "tqdm>=4.66,<5",
-#     "moviepy>=2.1,<3",
+#     "torch>=2.11,<2.14", "gymnasium[mujoco]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13", "numpy>=1.26,<3",
+#     "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5", "moviepy>=2.1,<3",
 #     "opencv-python-headless>=4.10,<6",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for Discrete, MultiDiscrete and Box actions, in one file.
 
-    python ppo_rnn.py --env-id CartPole-v1          # train: logs, episodes.csv and checkpoint.pt go to runs/NAME
-    python ppo_rnn.py --env-id Pendulum-v1          # Box actions
-    python ppo_rnn.py --resume runs/NAME            # go on after Ctrl-C, a kill or a crash
-    python ppo_rnn.py --evaluate runs/NAME          # play episodes with the trained policy
-    torchrun --nproc-per-node 2 ppo_rnn.py          # train in two processes, which share the environments
+    python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
+    python ppo_rnn.py --env-id Pendulum-v1               # Box actions
+    python ppo_rnn.py --resume runs/NAME                 # go on after Ctrl-C, a kill or a crash
+    python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent
+    torchrun --nproc-per-node 2 ppo_rnn.py               # train in two processes, which share the environments
 
 Choices, where implementations of recurrent PPO differ:
- 1. The memory's state is carried from one rollout to the next, through a checkpoint too, and is zero at the first
-    observation of an episode: episode_starts[t] belongs to observation t.
+ 1. The state of the memory goes on from one rollout to the next. It is zero at the first observation of an episode:
+    episode_starts[t] belongs to observation t.
  2. A minibatch is made of whole environments (columns of the rollout). The gradient goes back through all their steps,
-    to the start of the episode or of the rollout, where the state is the stored one. A new permutation for every epoch.
- 3. Back-propagation through time without a loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch and
-    gives what single steps gave, resets at episode starts included (Memory.unroll).
- 4. A truncated episode (time limit) is bootstrapped from the observation it really ended in, seen with the memory of
-    that episode; a terminated one is not. Bootstrapping leaves the state that is carried as it is.
- 5. Observation -> memory -> two layers each for actor and critic, which share the memory; --separate-critic-rnn gives
-    the critic its own (rsl_rl, sb3-contrib). Images go through the Nature CNN first, and one layer follows the memory.
- 6. Observations are normalised once, when the policy acts on them, and stored so: the probability ratio is 1, up to
-    rounding, in the first minibatch of an iteration. Rewards are divided by the running std of the discounted return.
- 7. The critic and its memory run after the rollout, over all of it at once, and again before every epoch but the first
-    (--recompute-advantages): no advantage is more than an epoch old.
- 8. Discrete is MultiDiscrete with one dimension; what infos["action_mask"] forbids has probability 0, update
-    included. Box actions are clipped for the environment only; log-probabilities are those of the unclipped ones.
- 9. The value loss is 0.5 * MSE, unclipped (--clip-vloss clips it); advantages are normalised unless --no-norm-adv.
-    --target-kl, --desired-kl and --kl-coef as in the siblings.
+    to the start of the episode or of the rollout, where the state is the stored one.
+ 3. Back-propagation through time needs no loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch and gives
+    what single steps gave, resets at episode starts included (Memory.unroll).
+ 4. A truncated episode (time limit) is bootstrapped from its final observation, seen with the memory of that episode.
+    A terminated one is not. Bootstrapping does not change the state that is carried on.
+ 5. The layers: observation, memory, two layers each for actor and critic. --separate-critic-rnn gives the critic a
+    memory of its own (rsl_rl, sb3-contrib). Images go through the Nature CNN first; one layer follows the memory.
+ 6. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
+    only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
+ 7. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
+ 8. The critic and its memory run after the rollout, and again before every later epoch (--recompute-advantages).
+ 9. Every dimension of a discrete action has a softmax of its own. What infos["action_mask"] forbids has probability 0,
+    in the update too. The environment gets a Box action clipped to its bounds; the policy learns from the unclipped.
+10. The value loss is 0.5 * MSE, not clipped (--clip-vloss). Advantages are normalised (--no-norm-adv). --target-kl,
+    --desired-kl, --kl-coef, initialisation and Adam as in the siblings.
 
-To read the algorithm: Agent, compute_gae, ppo_loss, then train. What lies between serves runs: processes, compilation,
-run folders, evaluation.
-Shapes: T = num_steps, N = num_envs, B = T * N (batch), n = environments of a minibatch, M = T * n, D = shape of an
-observation, I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic
-read. Discrete actions: K = dimensions, A = sum of their sizes; Box: A = action size.
-Siblings without memory: ppo_discrete.py (also Atari), ppo_continuous.py. `diff` shows what the memory changes.
+In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
+Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
+I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic read.
+Discrete actions: K = dimensions, A = sum of their sizes. Box actions: A = action size.
+Step t goes from obs[t] by actions[t] to rewards[t], terminations[t], truncations[t] and the observation after it.
+Siblings without memory: ppo_discrete.py (also Atari), ppo_continuous.py. benchmark/NOTES.md: what each choice gains.
 """
 
 import contextlib
 import copy
-import csv
 import dataclasses
 import inspect
-import itertools
 import json
 import math
 import multiprocessing
 import os
-import pickle
-import platform
 import random
 import re
-import shutil
 import signal
 import sys
 import time
 import warnings
 from collections import deque
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -85,25 +71,22 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# ========================================================================================================= command line
-
 
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = "ppo_rnn"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # random seed of networks, policy noise and environments (each environment gets its own)
-    torch_deterministic: bool = True  # deterministic cuDNN kernels only; a CPU repeats a seed bit for bit anyway
+    seed: int = 1  # seed of networks, noise and environments; every environment gets another one
+    torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
-    compile: bool = True  # torch.compile: takes 10 s (30 s the first time on a machine), then 2-3 times faster
-    checkpoint_interval: int = 10  # iterations between checkpoints; another at the end, on Ctrl-C and SIGTERM
+    compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
+    checkpoint_interval: int = 10  # iterations between checkpoints; the last iteration is always saved
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    resume_episodes: bool = True  # --resume plays unfinished episodes again to go on in them; off: new episodes
-    evaluate: str | None = None  # run folder whose agent plays, unchanged; takes --eval-*, --seed, --capture-video
+    evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or an evaluation at every tenth of training, to RUN_DIR/videos
+    capture_video: bool = False  # record --evaluate, or an episode at every tenth of training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -111,6 +94,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete, MultiDiscrete or Box actions
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
+    stagger_envs: bool = False  # begin at different steps of the time limit (such episodes are not logged)
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations (not images) by running mean and deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -146,235 +130,33 @@ class Args:  # the comments are what --help prints
     desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
 
 
-def fail(message, code=2):
-    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def count_ranks():
-    """Number of processes that torchrun has started, each with its share of every batch; 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-
-
-def parse_args(argv=None, default=None):
-    """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
-    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
-    for field in dataclasses.fields(Args):
-        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
-        if field.type is bool:
-            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
-            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
-        elif field.type is int:  # 1e6, 64.0
-            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
-            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
-    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
-
-
-def check_args(args):
-    """Refuse arguments that cannot work, before anything is created."""
-    for field in dataclasses.fields(args):
-        value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
-        if field.name in ("resume", "evaluate") and value == "":  # a shell variable that is not set
-            fail(f"{flag} is empty: give a run folder")
-        if field.type is int and field.name != "seed" and value < 1:
-            fail(f"{flag} must be at least 1, not {value}")
-        if field.type is int and value >= 2**63:
-            fail(f"{flag} must be below 2**63, not {value}")
-        if field.type in (float, float | None) and value is not None and not math.isfinite(value):
-            fail(f"{flag} must be a finite number, not {value}")
-        if field.name in ("gamma", "gae_lambda") and not 0 <= value <= 1:
-            fail(f"{flag} must be between 0 and 1, not {value}")
-        not_negative = field.name.endswith(("seed", "_rate", "clip_coef", "kl_coef", "_norm", "_kl"))
-        if not_negative and value is not None and value < 0:
-            fail(f"{flag} must not be negative, not {value}")
-    if args.num_envs % (num_ranks := count_ranks()):
-        fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
-    if (num_envs := args.num_envs // num_ranks) % args.num_minibatches:
-        of_rank = " of each process" if num_ranks > 1 else ""
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {num_envs}{of_rank}")
-    if args.log_std_min is not None and args.log_std_init < args.log_std_min:
-        fail(f"--log-std-init {args.log_std_init} is below --log-std-min {args.log_std_min}")
-    # clamp_log_std may raise this bound by the reach of the actions, unknown before there is an environment.
-    if args.log_std_max is not None and args.log_std_init > args.log_std_max:
-        fail(f"--log-std-init {args.log_std_init} is above --log-std-max {args.log_std_max}")
-    if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
-        fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
-    if num_ranks > 1 and args.device.startswith("cuda:"):
-        fail(f"--device {args.device} under torchrun: give cuda, of which each process takes one of its own")
-    try:
-        # In float64, which the statistics need: mps, which has none, is refused here.
-        torch.zeros(1, dtype=torch.float64, device="cpu" if args.device == "auto" else args.device).item()
-    except (RuntimeError, AssertionError, TypeError) as error:
-        fail(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
-
-
-# ========================================================================================================= environments
-
-
-def quiet_mujoco():
-    """Without this mujoco prints a deprecation warning and writes MUJOCO_LOG.TXT for every HalfCheetah it makes."""
-    try:
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
-    except (ImportError, AttributeError):
-        pass
-
-
-def is_image(space):
-    """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
-    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
-        return False
-    channels, pixels, _ = sorted(space.shape)
-    return pixels >= 36 and channels in (space.shape[0], space.shape[2])  # first or last
-
-
-class VectorMember(gym.Wrapper):
-    """An environment as one of a vector. Final observations are copied: an environment that reuses one array would
-    overwrite the last of an episode with the first of the next at the reset. Only infos that a script reads are passed
-    on: the vector cannot collect infos that change type or shape, and takes one called final_obs for its own.
-    A seed reaches the global generators too, from which some environments draw."""
-
-    def reset(self, *, seed=None, options=None):
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-        obs, info = self.env.reset(seed=seed, options=options)
-        return obs, self.select(info)
-
-    def select(self, info):
-        return {name: info[name] for name in ("action_mask", "cut_by_stagger") if name in info}
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        info = self.select(info)
-        return copy.deepcopy(obs) if terminated or truncated else obs, reward, terminated, truncated, info
-
-
-class Replayable(VectorMember):
-    """Can play an unfinished episode again, for --resume to go on in it."""
-
-    origin = None  # of this episode: its seed, or the state of the environment's random numbers when it began
-    to_replay = None  # origin and actions of the episode that the next reset plays again, instead of a new one
-    replayed_return = 0.0  # the sum of its rewards; NaN if it ended sooner than before
-
-    def reset(self, *, seed=None, options=None):
-        self.origin, actions = self.to_replay or (seed, ())
-        self.to_replay, self.replayed_return = None, 0.0
-        numbers = getattr(self.np_random, "bit_generator", None)
-        if isinstance(self.origin, int):
-            seed = self.origin
-        elif self.origin is not None:
-            numbers.state = self.origin
-        elif isinstance(numbers, np.random.PCG64):  # gymnasium's; load_checkpoint would refuse the state of others
-            self.origin = numbers.state
-        obs, info = super().reset(seed=seed, options=options)
-        for action in actions:
-            obs, reward, terminated, truncated, info = self.step(action)
-            self.replayed_return += float(reward)
-            if terminated or truncated:
-                self.replayed_return = math.nan
-                break
-        return obs, info
-
-
-def make_envs(args, num_envs):
-    """Vector of num_envs environments. The step that ends an episode returns the first observation of the next one, and
-    the last one in infos["final_obs"] (autoreset mode SAME_STEP)."""
-    quiet_mujoco()
-    # NEXT_STEP, gymnasium's default, puts a step that ignores its action between two episodes.
-    same_step = gym.vector.AutoresetMode.SAME_STEP
-    options = {"autoreset_mode": same_step}
-    if args.async_envs and sys.platform == "linux":
-        # Whatever Python's default: forked workers inherit main's signal handlers, and finish the iteration on Ctrl-C.
-        options["context"] = "fork"
-    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
-    try:
-        envs = make(wrappers=[Replayable])
-        obs_space = envs.single_observation_space
-        # Only where observations are not vectors already: FlattenObservation costs time in every step.
-        if not is_image(obs_space) and not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):
-            envs.close()
-            envs = make(wrappers=[Replayable, gym.wrappers.FlattenObservation])
-    except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
-        fail(f"--env-id {args.env_id}: {error}")
-    if envs.metadata["autoreset_mode"] != same_step:
-        fail(f"{args.env_id} has no autoreset mode SAME_STEP: its final observations would be lost")
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        fail(f"{args.env_id} has observations that cannot be flattened into a vector of one size")
-    action_space, discrete = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)
-    is_real = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
-    if not is_real and not isinstance(action_space, discrete):
-        kind = type(action_space).__name__
-        fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or a Box of real numbers is needed")
-    return envs
-
-
-def read_action_masks(infos, num_envs, action_sizes):
-    """infos["action_mask"] of a vector environment -> (N, A) bool: what each environment allows next.
-
-    A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple or list with one for each dimension; an
-    environment without one allows everything."""
-    masks = np.ones((num_envs, sum(action_sizes)), dtype=bool)
-    for n in np.flatnonzero(infos.get("_action_mask", False)):
-        mask = infos["action_mask"][n]
-        mask = np.hstack(mask if np.iterable(mask) else [mask])
-        if mask.shape != masks[n].shape:
-            fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}', 1)
-        masks[n] = mask
-    if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
-        fail('infos["action_mask"] forbids every choice in some dimension of the action', 1)
-    return masks
-
-
-# ================================================================================================================ agent
+# =============================================================================================================== agent
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all rows seen so far; buffers, so that state_dict includes them."""
+    """Mean and variance of all rows seen so far, in buffers: state_dict, and so every checkpoint, has them."""
 
     def __init__(self, shape):
         super().__init__()
         # float64: in float32, a sum over millions of rows would swallow the digits of the next one.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        # Small, so that the first rows outweigh the mean of 0 and the variance of 1, which are placeholders.
-        # Not a scalar: torch.compile (2.13, CPU) silently drops in-place changes of 0-dimensional float64 tensors.
-        self.register_buffer("count", torch.tensor([1e-4], dtype=torch.float64))
+        # A tiny prior count: the first batch replaces the initial mean and variance.
+        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
 
     def update(self, x):
-        """T updates at once, each with N rows: x (T, N, size) of any dtype -> the variance after each, (T, size)"""
-        x = x.double()
-        center = x.mean((0, 1))  # sums of squares around 0 would lose digits
-        x, mean = x - center, self.mean - center
-        counts = self.count + x.shape[1] * torch.arange(1, len(x) + 1, device=x.device).unsqueeze(-1)  # (T, 1)
-        means = (mean * self.count + x.sum(1).cumsum(0)) / counts  # (T, size)
-        squares = (self.var + mean.square()) * self.count + x.square().sum(1).cumsum(0)
-        variances = (squares / counts - means.square()).clamp(min=0)  # rounding can give < 0
-        self.mean.copy_(center + means[-1])
-        self.var.copy_(variances[-1])
-        self.count.copy_(counts[-1])
-        return variances
-
-    def sums(self, center):
-        """Count, sum and sum of squares of (row - center) over all rows seen, stacked: (3, size)"""
-        mean = self.mean - center
-        return torch.stack([torch.ones_like(mean), mean, self.var + mean.square()]) * self.count
-
-    def pool(self, center, before):
-        """Under torchrun: add what the other ranks saw since all ranks were last equal. center and before: the mean and
-        sums(mean) of that time; sums around 0 would lose the digits of the variance."""
-        if not dist.is_initialized():
-            return
-        news = self.sums(center) - before
-        average_over_ranks(news)
-        counts, sums, squares = before + dist.get_world_size() * news
-        mean = sums / counts
-        self.count.copy_(counts.flatten()[:1])
-        self.mean.copy_(center + mean)
-        self.var.copy_((squares / counts - mean.square()).clamp(min=0))
+        """Add the rows of x (..., *shape); under torchrun, the rows of all ranks."""
+        x = x.double().reshape(-1, *self.mean.shape)
+        mean = average_over_ranks(x.mean(0))
+        var = average_over_ranks((x - mean).square().mean(0))
+        count = len(x) * (dist.get_world_size() if dist.is_initialized() else 1)
+        # Two groups of rows, merged (Chan et al. 1979): variances within the groups, and between their means.
+        new_share = count / (self.count + count)
+        old_share = 1 - new_share
+        delta = mean - self.mean
+        self.mean += new_share * delta
+        self.var.copy_(old_share * self.var + new_share * var + old_share * new_share * delta.square())
+        self.count += count
 
 
 def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
@@ -475,7 +257,7 @@ class Agent(nn.Module):
         self.sizes = self.action_sizes.flatten().tolist() if self.is_discrete else []  # of the K dimensions
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
         self.obs_rms = RunningMeanStd(obs_shape)
-        self.return_rms = RunningMeanStd((1,))
+        self.return_rms = RunningMeanStd(())
         self.register_buffer("log_std_shift", torch.zeros(1))  # log of --anneal-std's factor
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
@@ -542,8 +324,8 @@ class Agent(nn.Module):
         return mean, log_std + self.log_std_shift
 
     def clamp_log_std(self, log_std):
-        """The learned log_std (..., A), clamped to --log-std-min and --log-std-max. The largest std is scaled by the
-        largest |action| where that exceeds 1: noise that is large for a range of 1 is small for one of 3."""
+        """The learned log_std (..., A) between --log-std-min and --log-std-max. The upper bound grows with the largest
+        |action| above 1: noise that is large for a range of 1 is small for a range of 3."""
         if self.args.log_std_min is not None:
             log_std = log_std.clamp(min=self.args.log_std_min)
         if self.args.log_std_max is not None:
@@ -551,6 +333,14 @@ class Agent(nn.Module):
             reach = reach.where(reach < 1e30, 1.0)  # unbounded: infinity, or the largest float
             log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
         return log_std
+
+    @torch.no_grad()
+    def anneal_std(self, remaining):
+        """--anneal-std: the factor falls from 1 to 0 like cos(pi/2 * progress), progress = 1 - remaining. The factor
+        is not part of log_std: Adam and the bounds see only what is learned."""
+        self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
+        if hasattr(self, "log_std"):  # beyond its bounds it would get no gradient and stay there
+            self.log_std.copy_(self.clamp_log_std(self.log_std))
 
     def get_action_and_value(self, features, action=None, action_mask=None):
         """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).
@@ -583,9 +373,8 @@ class Agent(nn.Module):
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """Raw observation(s) (*D) or (N, *D), state returned by the last call or None at the start of an episode,
         None or mask(s) as environments give them (read_action_masks), one for each observation -> action(s) for the
-        environment, next state."""
-        raw_obs = np.ascontiguousarray(raw_obs) if isinstance(raw_obs, np.ndarray) else raw_obs  # no negative strides
-        obs = self.normalize_obs(torch.as_tensor(raw_obs, device=self.obs_rms.mean.device))
+        environment, next state"""
+        obs = self.normalize_obs(torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device))
         batch = obs.shape[: obs.ndim - self.obs_rms.mean.ndim]  # () or (N,)
         obs = obs.reshape(-1, *self.obs_rms.mean.shape)
         features, state = self.remember(obs, self.initial_state(len(obs)) if state is None else state)
@@ -606,17 +395,17 @@ class Agent(nn.Module):
 
 
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
-    """rewards (T, N) / standard deviation of the discounted returns up to that step, clipped to +-10 -> (T, N).
+    """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,), G_t = r_t + gamma * G_{t-1}, restarts from 0 after an end and carries over to the next
-    rollout. It and return_rms are updated here. ended (T, N) bool. As in baselines and SB3: no mean is subtracted."""
+    discounted_returns (N,), G_t = r_t + gamma * G_{t-1}, restarts from 0 after an end and goes on in the next rollout.
+    It and return_rms are updated here. ended (T, N) bool. As in baselines and SB3, no mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
         # After the copy: the return with the last reward of an episode counts (SB3).
         discounted_returns.masked_fill_(end, 0.0)
-    variances = return_rms.update(all_returns.unsqueeze(-1))  # (T, 1)
-    return (rewards / (variances + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
+    return_rms.update(all_returns)
+    return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
@@ -730,447 +519,93 @@ def explained_variance(values, returns):
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
 
-# ========================================================================================= several processes (torchrun)
-
-
-class SharedMemory:
-    """Exchange between ranks that compute on the CPU of one machine: averaging the gradient of a small network takes
-    0.05 ms, and 1.5 ms with gloo, whose threads have to wake each other.
-
-    Every rank writes its message into its own row, then the message's number into `numbers`, and waits until all have
-    done so. Two sets of rows are used in turn: a rank that has read all may write its next message while another still
-    reads this one. Needs a processor whose stores are seen in program order, as those of x86 are."""
-
-    row_bytes = 2**26  # longer messages go through gloo; pages are only allocated when they are written to
-
-    @staticmethod
-    def is_possible(device):
-        one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-        return device.type == "cpu" and one_machine and sys.platform == "linux" and platform.machine() == "x86_64"
-
-    def __init__(self, store, rank, num_ranks):
-        self.rank, self.number = rank, 0
-        if rank == 0:
-            self.file = os.memfd_create("ppo")  # a file without a name, gone with the last process that has it
-            os.ftruncate(self.file, 4096 * num_ranks + 2 * num_ranks * self.row_bytes)
-            store.set("shared memory", f"/proc/{os.getpid()}/fd/{self.file}")
-        path = store.get("shared memory").decode()
-        self.numbers, self.processes = np.asarray(np.memmap(path, np.int64, "r+", shape=(2, num_ranks)))
-        rows = np.memmap(path, np.uint8, "r+", offset=4096 * num_ranks, shape=(2, num_ranks, self.row_bytes))
-        self.rows = np.asarray(rows)
-        self.processes[rank] = os.getpid()
-        dist.barrier()
-
-    def exchange(self, *message):
-        """message: arrays of one dtype, M elements in all -> (num_ranks, at least M): row k begins with the message of
-        rank k."""
-        self.number += 1
-        rows = self.rows[self.number % 2].view(message[0].dtype)
-        np.concatenate(message, out=rows[self.rank, : sum(x.size for x in message)], casting="no")
-        self.numbers[self.rank] = self.number
-        for tries in itertools.count(1):
-            if self.numbers.min() >= self.number:
-                return rows
-            os.sched_yield()
-            if tries % 2**18 == 0:
-                for process in self.processes:
-                    os.kill(process, 0)  # ProcessLookupError if it has ended
-
-
-shared_memory = None  # a SharedMemory, where join_ranks can make one
-
-
-def join_ranks(device):
-    """Meet the other processes (ranks) of torchrun: gloo on CPU, NCCL on CUDA."""
-    global shared_memory
-    store, rank, num_ranks = next(dist.rendezvous("env://"))
-    # After a restart by torchrun, the store still has the addresses of the dead processes (pytorch/pytorch#135712).
-    store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-    if SharedMemory.is_possible(device):
-        shared_memory = SharedMemory(store, rank, num_ranks)
-
-
-def talk_to_ranks(collective, *arguments):
-    """Call what waits for other ranks; if one of them has died, exit with one line."""
-    try:
-        return collective(*arguments)
-    except (RuntimeError, ProcessLookupError) as error:
-        fail(f"another rank of torchrun has ended: {str(error).splitlines()[0]}", code=1)
-
-
-def average_over_ranks(*tensors):
-    """Under torchrun: replace tensors of one dtype, in place, by their means over all ranks. Otherwise do nothing."""
-    if not dist.is_initialized():
-        return
-    if shared_memory and sum(x.nbytes for x in tensors) <= shared_memory.row_bytes:
-        arrays, start = [x.view(-1).numpy() for x in tensors], 0
-        rows = talk_to_ranks(shared_memory.exchange, *arrays)
-        for array in arrays:
-            np.divide(rows[:, start : start + array.size].sum(0), len(rows), out=array)
-            start += array.size
-    else:
-        message = torch.cat([x.flatten() for x in tensors])
-        talk_to_ranks(dist.all_reduce, message)
-        message /= dist.get_world_size()
-        for x, part in zip(tensors, message.split([x.numel() for x in tensors])):
-            x.copy_(part.view_as(x))
-
-
-def gather_from_ranks(value, small=True):
-    """Under torchrun: a list of the values of all ranks. Otherwise [value]. small: sure to fit into shared memory."""
-    if not dist.is_initialized():
-        return [value]
-    if shared_memory and small:
-        message = np.frombuffer(pickle.dumps(value), np.uint8)
-        return [pickle.loads(row) for row in talk_to_ranks(shared_memory.exchange, message)]
-    values = [None] * dist.get_world_size()
-    talk_to_ranks(dist.all_gather_object, values, value)
-    return values
-
-
-# ================================================================================= compilation, run folders, evaluation
-
-
-def make_compiler(args, device):
-    """torch.compile as a decorator; one that changes nothing without --compile or where compiling does not work.
-
-    A function is compiled at its first call. From then on, numbers it closes over are constants and tensors may only
-    change in place: torch's guards, which would check this at every call, cost as much as these networks. Arguments of
-    another shape are still an error. more_on_cpu: further options of torch.compile, for CPUs only."""
-    options = {"fallback_random": True}  # the random numbers of eager mode
-    options["cpp_wrapper"] = device.type == "cpu"  # C++ in place of Python between the kernels
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
-
-    def compiled(function, **more_on_cpu):
-        more = more_on_cpu if device.type == "cpu" else {}
-        program = None
-
-        def call(*arguments):
-            nonlocal program
-            if program is None:
-                whole = torch.compile(function, fullgraph=True, dynamic=False, options=options | more)
-                program = whole.aot_compile((arguments, {}))
-                program.disable_guard_check()
-            return program(*arguments)
-
-        return call
-
-    if args.compile:
-        try:
-            compiled(lambda x: x + 1)(torch.zeros(8, device=device))
-            return compiled
-        except Exception as error:  # most often there is no C++ compiler
-            what = f"{type(error).__name__}: {str(error).strip()[:200]}"
-            print(f"--compile does not work here, going on without it: {what}", file=sys.stderr)
-    return lambda function, **more_on_cpu: function
-
-
-def run_name(args):
-    """How the name of a run's folder begins: all but its time."""
-    return re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__")
-
-
-def make_run_dir(args):
-    """A new folder for the run, with a copy of this script."""
-    try:
-        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-        while True:
-            name = f"{run_name(args)}{time.time():.3f}"
-            with contextlib.suppress(FileExistsError):  # another run began in this millisecond
-                Path(args.runs_dir, name).mkdir()
-                break
-        shutil.copy(__file__, Path(args.runs_dir, name))  # the code that made these results
-    except OSError as error:
-        fail(f"cannot make a run folder in --runs-dir {args.runs_dir}: {error}")
-    return Path(args.runs_dir, name)
-
-
-def find_last_run(args):
-    """The run folder that a restart by torchrun continues: the newest with this environment, name and seed, if it has a
-    checkpoint, the same arguments, and steps left to do; otherwise None."""
-    path = max(Path(args.runs_dir).glob(f"{run_name(args)}*"), default=None)
-    if path is None or not (path / "checkpoint.pt").is_file():
-        return None
-    checkpoint, batch_size = load_checkpoint(path), args.num_envs * args.num_steps
-    same = dataclasses.replace(checkpoint["args"], resume=None) == args
-    return str(path) if same and checkpoint["global_step"] + batch_size <= args.total_timesteps else None
-
-
-def open_episodes(run_dir, global_step):
-    """episodes.csv, open for appending, and its returns; rows a killed run left after its checkpoint are dropped."""
-    path, header = run_dir / "episodes.csv", ["global_step", "episodic_return", "episodic_length", "seconds"]
-    rows = [row for row in csv.reader(path.open()) if len(row) == 4 and row != header] if path.exists() else []
-    rows = [row for row in rows if int(row[0]) <= global_step]
-    with open(run_dir / "episodes.tmp", "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([header] + rows)
-    os.replace(run_dir / "episodes.tmp", path)
-    return path.open("a", newline=""), [float(row[1]) for row in rows]
-
-
-def write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush):
-    """Append an iteration's episodes and scalars to episodes.csv and TensorBoard. `flush` before a checkpoint: what it
-    covers is then on disk, and what comes after it --resume drops."""
-    try:
-        for step, episodic_return, episodic_length, seconds in episodes:
-            row = step, f"{episodic_return:.6g}", episodic_length, f"{seconds:.2f}"
-            csv.writer(episodes_file, lineterminator="\n").writerow(row)
-            writer.add_scalar("charts/episodic_return", episodic_return, step)
-            writer.add_scalar("charts/episodic_length", episodic_length, step)
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, global_step)
-        episodes_file.flush()
-        if flush:
-            writer.flush()
-    except OSError as error:
-        fail(f"cannot write into {run_dir}; the last checkpoint, if any, is kept: {error}", code=1)
-
-
-def save_checkpoint(run_dir, checkpoint):
-    """Replace checkpoint.pt atomically: a kill or a full disk leaves the new one or the one before, whole."""
-    try:
-        torch.save(checkpoint, run_dir / "checkpoint.tmp")
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-    except (OSError, RuntimeError) as error:
-        fail(f"cannot write a checkpoint into {run_dir}, the one before is kept: {error}", code=1)
-
-
-def load_checkpoint(run_dir):
-    """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent. Only tensors
-    and plain values are read: no code in it can run."""
-    path = Path(run_dir, "checkpoint.pt")
-    if not path.is_file():
-        fail(f"there is no {path}: give a run folder")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script, state = str(checkpoint["script"]), checkpoint["agent"]
-        if script == "ppo_rnn":
-            args = Args(**checkpoint["args"])
-            action = {name.removeprefix("action_"): x for name, x in state.items() if name.startswith("action_")}
-            agent = Agent(state["obs_rms.mean"].shape, action, args)
-            agent.load_state_dict(state)
-            return checkpoint | {"args": args, "agent": agent}
-    except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is damaged, or of another version: {type(error).__name__}")
-    fail(f"{path} is from {script}.py")
-
-
-def load_agent(run_dir):
-    """The trained agent of a run folder, with its statistics: action, state = load_agent("runs/NAME").predict(obs)."""
-    return load_checkpoint(run_dir)["agent"]
-
-
-def make_evaluation_env(env_id, draw):
-    """One environment; with `draw`, one that has been seen to render."""
-    quiet_mujoco()
-    try:
-        env = gym.make(env_id, **({"render_mode": "rgb_array"} if draw else {}))
-        if not is_image(env.observation_space):
-            env = gym.wrappers.FlattenObservation(env)
-        env.reset()
-        if draw:
-            env.render()
-        return env
-    except Exception as error:  # no such environment; no display, no library that draws, nothing to draw
-        hint = " to draw for --capture-video (for mujoco try MUJOCO_GL=egl)" if draw else ""
-        fail(f"cannot make {env_id}{hint}: {error}")
-
-
-def evaluate(agent, env_id, episodes, seed, deterministic=True, video_dir=None, name="evaluation", longest=10**5):
-    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change. An
-    episode is cut after `longest` steps: without a time limit a deterministic policy may go on for ever."""
-    env = make_evaluation_env(env_id, draw=video_dir is not None)
-    if video_dir:
-        options = {"name_prefix": name, "disable_logger": True, "video_length": min(longest, 10_000)}
-        env = gym.wrappers.RecordVideo(env, str(video_dir), lambda episode: True, **options)
-    devices = [agent.obs_rms.mean.device] if agent.obs_rms.mean.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # training's random numbers go on as if there had been no evaluation
-        torch.manual_seed(seed)
-        episodic_returns = np.zeros(episodes)
-        for episode in range(episodes):
-            obs, infos = env.reset(seed=seed + episode)
-            state = None
-            for _ in range(longest):
-                mask = infos.get("action_mask") if agent.args.mask_actions else None
-                action, state = agent.predict(obs, state, deterministic, mask)
-                obs, reward, terminated, truncated, infos = env.step(action)
-                episodic_returns[episode] += reward
-                if terminated or truncated:
-                    break
-            else:
-                print(f"{env_id}: an episode of the evaluation was cut after {longest} steps", file=sys.stderr)
-    env.close()
-    return episodic_returns
-
-
-def restore_run(args, fixed, agent, optimizer, rank, num_ranks):
-    """--resume: give agent, optimizer and random numbers the state of the checkpoint; return it. fixed: names of the
-    arguments that cannot change."""
-    checkpoint = load_checkpoint(args.resume)
-    for name in fixed:
-        old, new = getattr(checkpoint["args"], name), getattr(args, name)
-        if old != new:
-            fail(f"--{name.replace('_', '-')} {new}: {args.resume} began with {old}, which cannot change")
-    state = checkpoint["agent"].state_dict()
-    for name, tensor in agent.state_dict().items():
-        if name.startswith("action_") and not (name in state and torch.equal(state[name], tensor.cpu())):
-            fail(f"{args.env_id} has other actions now than when {args.resume} began")
-        if name.endswith("obs_rms.mean") and not (name in state and state[name].shape == tensor.shape):
-            fail(f"{args.env_id} has other observations now than when {args.resume} began")
-    agent.load_state_dict(state)
-    lr = optimizer.param_groups[0]["lr"]
-    (group,) = checkpoint["optimizer"]["param_groups"]
-    if args.learning_rate == checkpoint["args"].learning_rate:  # otherwise --desired-kl goes on from the new one
-        lr.copy_(group["lr"])
-    group |= {"capturable": lr.is_cuda, "lr": lr}  # the checkpoint may be from another device
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    if len(checkpoint["rng_states"]) == num_ranks:
-        rng_state, cuda_rng_state = checkpoint["rng_states"][rank]
-        torch.set_rng_state(rng_state)
-        if lr.is_cuda and cuda_rng_state is not None:
-            torch.cuda.set_rng_state(cuda_rng_state, lr.device)
-    elif rank == 0:
-        ranks = len(checkpoint["rng_states"])
-        print(f"{args.resume} was of {ranks} ranks, not {num_ranks}: new random numbers, new episodes")
-    return checkpoint
-
-
-def replay_episodes(envs, unfinished):
-    """--resume: play the unfinished episodes of a checkpoint again -> next_obs, infos as they were. next_obs is None
-    where that cannot be: no such episodes, one too long to be kept, environments that do not repeat themselves."""
-    if unfinished is None:
-        return None, {}
-    lengths, actions = unfinished["lengths"].tolist(), unfinished["actions"].numpy()  # actions (steps, N, ...)
-    if max(lengths) <= len(actions) and None not in unfinished["origins"]:
-        envs.reset(seed=unfinished["seeds"])  # for what environments make of their first seed alone
-        # Copies: an environment may write into its action.
-        played = [actions[len(actions) - length :, n].copy() for n, length in enumerate(lengths)]
-        envs.set_attr("to_replay", list(zip(unfinished["origins"], played)))
-        next_obs, infos = envs.reset()
-        same_returns = np.array_equal(envs.get_attr("replayed_return"), unfinished["returns"])
-        if same_returns and np.array_equal(next_obs, unfinished["next_obs"].numpy()):
-            return next_obs, infos
-    print("the environments cannot be put back to where they were: new episodes")
-    return None, {}
-
-
-# ============================================================================================================= training
+# =============================================================================================================== train
 
 
 def train(args, stop_signals=()):
-    """Train an agent; return it and its run folder (None on ranks above 0). Bad input: one line, then SystemExit.
+    """Train an agent. Returns it and its run folder, which is None on ranks above 0.
 
-    stop_signals: a list to which signal handlers append. Once it is not empty, the iteration under way is the last: it
-    is finished and saved."""
-    # ------------------------------------------------------------------------------------------------ setup
-    check_args(args)
-    num_ranks = count_ranks()
-    rank = int(os.environ["RANK"]) if num_ranks > 1 else 0
-    T, N = args.num_steps, args.num_envs // num_ranks
-    B, num_iterations = T * N, args.total_timesteps // (T * args.num_envs)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
+    stop_signals: a list that a signal handler appends to. The iteration under way is then the last, and is saved."""
+    # --------------------------------------------------------------------------------------------------------- set-up
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun's processes
+    check_args(args, num_ranks)
+    T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
+    M = T * N // args.num_minibatches
+    num_iterations = args.total_timesteps // (T * args.num_envs)
+
+    random.seed(args.seed)  # for environments that draw from these global generators
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)  # networks start equal on all ranks
     torch.backends.cudnn.allow_tf32 = False  # so that replaying a minibatch gives what single steps gave
     warnings.filterwarnings("ignore", message="RNN module weights")  # weights not in one block: slower, not wrong
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's LSTM and GRU are not
-    torch.manual_seed(args.seed)
-
     envs = make_envs(args, N)
-    if args.capture_video:
-        make_evaluation_env(args.env_id, draw=True).close()
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
+    device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
     if isinstance(action_space, gym.spaces.Box):
         action = {"low": action_space.low, "high": action_space.high}
     else:
         sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
         action = {"sizes": sizes, "start": action_space.start}
-    agent = Agent(obs_space.shape, action, args)
-    large = agent.sees_images or B // args.num_minibatches >= 4096
-    auto_device = "cuda" if torch.cuda.is_available() and large else "cpu"
-    device = torch.device(auto_device if args.device == "auto" else args.device)
-    if num_ranks > 1:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            if device.index >= torch.cuda.device_count():
-                fail(f"torchrun started more processes here than there are GPUs ({torch.cuda.device_count()})")
-        join_ranks(device)
-    if not agent.sees_images:
-        torch.set_num_threads(1)  # these networks are too small for more
-    agent.to(device)
-    # All parameters become views of one vector: one norm and one Adam step for all, instead of one for every layer.
-    # From here on nothing may give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
-    parameters = list(agent.parameters())
-    flat_parameters = parameters_to_vector(parameters).detach()
-    vector_to_parameters(flat_parameters, parameters)
+    agent = Agent(obs_shape, action, args).to(device)
+    # All parameters become views of one vector: one norm and one Adam step serve all layers. From here on nothing may
+    # give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
+    flat_parameters = parameters_to_vector(agent.parameters()).detach()
+    vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    on_cuda = device.type == "cuda"
-    lr = torch.tensor(args.learning_rate, device=device)  # a number would be a constant of the compiled step
-    optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=on_cuda)
+    # Tensors, because compiled functions read them: a Python number would be frozen.
+    lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
+    optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
-    # A tensor for the same reason. A new schedule in the loop needs one too: compiled, numbers in args are constants.
-    clip_scale = torch.ones((), device=device)
-    if rank > 0:  # networks begin equal on all ranks; noise and permutations differ
-        torch.manual_seed(int(np.random.SeedSequence([args.seed, rank]).generate_state(1)[0]))
-
-    iteration, global_step, seconds_before, unfinished = 0, 0, 0.0, None
+    global_step, seconds = 0, 0.0
     if args.resume:
-        fixed = "env_id", "num_envs", "num_steps", "norm_obs", "cell", "hidden_size", "separate_critic_rnn"
-        fixed += "state_dependent_std", "log_std_init"
-        checkpoint = restore_run(args, fixed, agent, optimizer, rank, num_ranks)
-        lr = optimizer.param_groups[0]["lr"]  # a new tensor, made by load_state_dict
-        iteration, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
-        same = len(checkpoint["rng_states"]) == num_ranks and checkpoint["args"].seed == args.seed
-        if args.resume_episodes and same and iteration < num_iterations:
-            unfinished = checkpoint.get("unfinished", [None] * num_ranks)[rank]
-
-    if len(set(gather_from_ranks(iteration))) > 1:
-        fail("ranks would begin in different iterations: all machines need the same --runs-dir, on a shared disk")
-    if dist.is_initialized():  # the same to the last bit, even from different machines
-        talk_to_ranks(dist.broadcast, flat_parameters, 0)
-
-    compiled = make_compiler(args, device)
+        checkpoint = load_checkpoint(args.resume)
+        global_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
+        agent.load_state_dict(checkpoint["agent"].state_dict())
+        checkpoint["optimizer"]["param_groups"][0]["capturable"] = lr.is_cuda  # it may be from another device
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        # load_state_dict has put a copy in place of lr, which compiled functions read.
+        optimizer.param_groups[0]["lr"] = lr.copy_(optimizer.param_groups[0]["lr"])
+    # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
+    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # ale-py takes 31 bits
+    noise_seed, *env_seeds = seeds.tolist()
+    torch.manual_seed(noise_seed)
 
     @torch.no_grad()
-    @compiled
-    def act(raw_obs, episode_start, action_mask, state, obs_row, action_row, log_prob_row):
-        """raw_obs (N, *D), episode_start (N,), action_mask (N, A), state (N, S) -> actions for the environments, next
-        state. What the update needs, obs (N, *D), action (N, K or A) and log_prob (N,), is written into the given rows
-        of the rollout."""
-        if args.norm_obs and not agent.sees_images:
-            # Counted before it is normalised, once for each step; final observations are never counted.
-            agent.obs_rms.update(raw_obs.unsqueeze(0))
+    @partial(compiled, args=args, device=device)
+    def act(raw_obs, episode_start, action_mask, state):
+        """raw_obs (N, *D), episode_start (N,), masks (N, A), state (N, S) -> obs (N, *D), actions (N, K or A),
+        log_probs (N,), actions for the environments, next state"""
         obs = agent.normalize_obs(raw_obs)
         features, state = agent.remember(obs, state.masked_fill(episode_start.unsqueeze(1), 0.0))
         # Entropy and value are not used: compiled, they are not computed either.
         action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
-        obs_row.copy_(obs), action_row.copy_(action), log_prob_row.copy_(log_prob)
-        return agent.to_env_action(action), state
+        return obs, action, log_prob, agent.to_env_action(action), state
 
     memory_parameters = [*agent.encoder.parameters(), *agent.memories.parameters()]
-    head_parameters = [p for p in parameters if p not in set(memory_parameters)]  # sets tell tensors apart by identity
+    head_parameters = [p for p in agent.parameters() if p not in set(memory_parameters)]  # sets go by identity
 
-    # Not one call with apply_gradient: between them ranks average, and --target-kl decides whether the step is taken.
-    @compiled
+    @partial(compiled, args=args, device=device)
     def compute_head_gradients(features, *minibatch):
         """features (M, F), which need a gradient -> gradients of the features and of actor, critic and log_std"""
         loss, metrics = ppo_loss(agent, args, clip_scale, features, *minibatch)
         return torch.autograd.grad(loss, [features, *head_parameters]), metrics
 
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
-        # The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. Losses
-        # and their gradients are one compiled call: as two, with autograd between them, they take twice as long.
+        """tensors (T, n, ...), state (n, S) before them -> the gradient of ppo_loss as one vector, metrics
+
+        The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. Losses
+        and their gradients are one compiled call: as two, with autograd between them, they take twice as long."""
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
         rows = features.detach().requires_grad_(), *(x.flatten(0, 1) for x in minibatch)
         (feature_gradient, *head_gradients), metrics = compute_head_gradients(*rows)
         memory_gradients = torch.autograd.grad(features, memory_parameters, feature_gradient)
         gradients = dict(zip(head_parameters + memory_parameters, [*head_gradients, *memory_gradients]))
-        return torch.cat([gradients[parameter].flatten() for parameter in parameters]), metrics
+        return torch.cat([gradients[parameter].flatten() for parameter in agent.parameters()]), metrics
 
-    # On a CPU, scalars become tensors. Otherwise Adam's bias corrections are computed again for every 16 parameters.
     @torch.no_grad()
-    @partial(compiled, realize_opcount_threshold=1)
+    @partial(compiled, args=args, device=device)
     def apply_gradient(gradient, approx_kl):
         flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
         if args.max_grad_norm > 0:
@@ -1179,134 +614,82 @@ def train(args, stop_signals=()):
             lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
         adam_step(optimizer)
 
-    # All arguments have been checked by now, except the login of --track. From here on the run exists on disk.
-    run_dir = None
-    if rank == 0:  # the others write nothing
-        run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-        print(f"{run_dir}: {num_iterations} iterations of {args.num_envs} x {T} steps on {device}", flush=True)
-        try:
-            if iteration < num_iterations:  # otherwise nothing is done with these arguments
-                (run_dir / "args.tmp").write_text(json.dumps(vars(args), indent=2))
-                os.replace(run_dir / "args.tmp", run_dir / "args.json")
-            episodes_file, earlier_returns = open_episodes(run_dir, global_step)
-            # purge_step hides what a killed run logged after its checkpoint.
-            writer = SummaryWriter(run_dir, purge_step=global_step + 1)
-        except OSError as error:
-            fail(f"cannot write into {run_dir}: {error}", code=1)
-        recent_returns = deque(earlier_returns, maxlen=100)
-        if args.track:
-            import wandb
-
-            # The folder's name as the id: a resumed run goes on in the same run of wandb.
-            name = run_dir.resolve().name  # Path(".") has none
-            run = {"name": name, "id": name, "resume": "allow", "dir": run_dir, "config": vars(args)}
-            try:
-                wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **run)
-            except wandb.errors.Error as error:
-                fail(f"--track: {error}", code=1)
-
-    # ------------------------------------------------------------------------------------------------ storage
+    # -------------------------------------------------------------------------------------------------------- storage
     obs_type = torch.uint8 if agent.sees_images else torch.float32
-    obs = torch.zeros(T, N, *obs_space.shape, dtype=obs_type, device=device)
+    obs = torch.zeros(T, N, *obs_shape, dtype=obs_type, device=device)  # as the policy saw them, normalised
     if agent.is_discrete:
         actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
-    else:
+    else:  # as the policy chose them, not clipped
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)
     log_probs = torch.zeros(T, N, device=device)
-    # Rewards and ends are collected in numpy and go to the device once per rollout.
+    # What environments return is collected in numpy and goes to the device once per rollout.
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
     # Row t belongs to obs[t], row T to the observation after the last step; before the first step all are starts.
     step_starts = np.ones((T + 1, N), bool)
     state = agent.initial_state(N)
-    discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)
+    discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
-    # A resumed run goes on in its unfinished episodes. A new one, and one that cannot, begins new ones.
-    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs)
-    seeds = seeds[rank * N : (rank + 1) * N].tolist()
-    next_obs, infos = replay_episodes(envs, unfinished)
-    action_log = []  # actions of every step since the oldest of the unfinished episodes began, each (N, ...)
-    if next_obs is not None:
-        seeds, action_log = unfinished["seeds"], list(unfinished["actions"].numpy())
-        episode_returns, episode_lengths = unfinished["returns"].numpy(), unfinished["lengths"].numpy()
-        discounted_returns.copy_(unfinished["discounted_returns"])
-        state, step_starts[T] = unfinished["state"].to(device), episode_lengths == 0
-    else:
-        next_obs, infos = envs.reset(seed=seeds)
-    start_time, start_step = time.time(), global_step
-    total, hidden = num_iterations * T * args.num_envs, True if rank > 0 else None  # None: hidden without a terminal
-    progress = tqdm(total=total, initial=global_step, unit="step", unit_scale=True, disable=hidden)
-    statistics = agent.obs_rms, agent.return_rms
+    run = Run(args, rank, global_step, seconds, device)
+    next_obs, infos = envs.reset(seed=env_seeds)  # (N, *D), raw
+    # bool (N,): episodes that began in the middle of their time limit, and are not logged
+    not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 
-    while iteration < num_iterations:
-        iteration += 1
+    for iteration in range(global_step // (T * args.num_envs) + 1, num_iterations + 1):
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
-        # In place (fill_), here and below: compiled functions hold these tensors.
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
-        if args.anneal_clip:
-            clip_scale.fill_(remaining)
-        # This factor falls from 1 to 0 like cos(pi/2 * progress), progress = 1 - remaining. It is kept out of log_std:
-        # Adam and the bounds see only what is learned.
-        agent.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if args.anneal_std else 0.0)
-        if hasattr(agent, "log_std"):  # beyond its bounds it would get no gradient and stay there
-            agent.log_std.data.copy_(agent.clamp_log_std(agent.log_std))
+        clip_scale.fill_(remaining if args.anneal_clip else 1.0)
+        agent.anneal_std(remaining)
 
-        # -------------------------------------------------------------------------------------------- rollout
-        # The statistics are equal on all ranks here; in the rollout each rank updates its own.
-        sums_before = [(rms.mean.clone(), rms.sums(rms.mean)) for rms in statistics]
-        episodes, final_obs, first_state = [], [obs[0, :0]], state
+        # ---------------------------------------------------------------------------------------------------- rollout
+        episodes, all_raw_obs, raw_final_obs, first_state = [], [], [], state
         step_starts[0] = step_starts[T]
         for t in range(T):
+            all_raw_obs.append(next_obs)
             has_masks = agent.is_discrete and args.mask_actions and "action_mask" in infos
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
             seen = (torch.from_numpy(x).to(device) for x in (next_obs, step_starts[t], step_masks[t]))
-            env_actions, state = act(*seen, state, obs[t], actions[t], log_probs[t])
-            env_actions = env_actions.cpu().numpy()
-            action_log.append(env_actions.copy())  # an environment may write into its action
-            next_obs, reward, terminated, truncated, infos = envs.step(env_actions)
+            obs[t], actions[t], log_probs[t], env_actions, state = act(*seen, state)
+            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
             step_starts[t + 1] = terminated | truncated
-
             global_step += args.num_envs
+            if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
+                fail(f"{args.env_id} returned NaN or infinity in step {global_step}; the last checkpoint is kept", 1)
+            if truncated.any():  # next_obs belongs to the next episode already
+                raw_final_obs.extend(infos["final_obs"][truncated])
             episode_returns += reward
             episode_lengths += 1
-            if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
-                fail(
-                    f"{args.env_id} gave NaN or infinity in step {global_step}; the last checkpoint, if any, is kept", 1
-                )
-            if truncated.any():
-                raw_final_obs = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
-                # Step by step, environment by environment: the order of truncations.nonzero().
-                final_obs.append(agent.normalize_obs(raw_final_obs.to(device)))
             for n in np.flatnonzero(terminated | truncated):
-                seconds = seconds_before + time.time() - start_time
-                episodes.append((global_step, episode_returns[n], episode_lengths[n], seconds))
-                episode_returns[n] = episode_lengths[n] = 0
+                if not not_whole[n]:
+                    episodes.append((global_step, episode_returns[n], episode_lengths[n]))
+                episode_returns[n], episode_lengths[n], not_whole[n] = 0, 0, False
 
-        # -------------------------------------------------------------------------------------------- advantages
-        steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)
+        # ------------------------------------------------------------------------------------------------- advantages
+        steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)  # (T, N, ...)
         steps = (torch.from_numpy(x).to(device) for x in steps)
         rewards, terminations, truncations, action_masks, episode_starts = steps
         if args.norm_reward:
             ended = terminations | truncations
             rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
-        # For bootstrapping only: the next rollout counts and normalises this observation again.
-        last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))
-        rollout = (obs, last_obs, torch.cat(final_obs), episode_starts, truncations, first_state)
+        last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, *D)
+        # (E, *D), E truncated episodes, by step and then by environment: the order of truncations.nonzero()
+        raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)
+        final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
+        rollout = (obs, last_obs, final_obs, episode_starts, truncations, first_state)
         outcome = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
-        values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
-        # From before the update: explained_variance is that of a critic that has not seen these returns.
-        old_values, old_returns = values, returns
+        values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)  # (T, N)
+        old_values, old_returns = values, returns  # of a critic that has not seen these returns
+        if (
+            args.norm_obs and not agent.sees_images
+        ):  # only now: within an iteration, one raw observation has one normalised form
+            agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
 
-        # Only now: normalize_obs above used what this rank itself had seen, as acting did.
-        for rms, before in zip(statistics, sums_before):
-            rms.pool(*before)
-
-        # -------------------------------------------------------------------------------------------- update
-        all_metrics = []
+        # ----------------------------------------------------------------------------------------------------- update
+        all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
             if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
@@ -1316,150 +699,375 @@ def train(args, stop_signals=()):
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
                 if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
                     metrics["approx_kl"].zero_()
-                # The KL too: all ranks must stop, or adapt the learning rate, in the same minibatch.
-                average_over_ranks(gradient, metrics["approx_kl"])
+                average_over_ranks(gradient)
+                average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
                 all_metrics.append(metrics)
-                stop_update = args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl
-                if stop_update:  # before this minibatch's step
+                if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
+                    stop_update = True  # before this minibatch's step
                     break
                 apply_gradient(gradient, metrics["approx_kl"])
             if stop_update:
                 break
+        if not flat_parameters.isfinite().all():
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
 
-        # -------------------------------------------------------------------------------------------- log
+        # ------------------------------------------------------------------------------------------------ log and save
         scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
         scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
-        average_over_ranks(*scalars.values())
-        # stop_signals is read once: a signal that comes later waits for the next iteration.
-        episodes, stopped_by = zip(*gather_from_ranks((episodes, list(stop_signals))))
-        episodes = sorted(itertools.chain(*episodes), key=itemgetter(0))
-        stopped_by = list(itertools.chain(*stopped_by))
-        saving = iteration % args.checkpoint_interval == 0 or iteration == num_iterations or bool(stopped_by)
-        kept = min(episode_lengths.max(), 10**5, 2**25 // env_actions.nbytes)  # at most 10**5 steps and 32 MB
-        del action_log[: -max(1, kept)]  # np.stack needs one
-        if saving:
-            rng_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-            unfinished = None
-            if args.resume_episodes:
-                unfinished = {
-                    "seeds": seeds,
-                    "origins": list(envs.get_attr("origin")),
-                    "actions": torch.from_numpy(np.stack(action_log)),
-                    "next_obs": torch.from_numpy(next_obs),
-                    "lengths": torch.from_numpy(episode_lengths),
-                    "returns": torch.from_numpy(episode_returns),
-                    "discounted_returns": discounted_returns.cpu(),
-                    "state": state.cpu(),
-                }
-            rng_states, all_unfinished = zip(*gather_from_ranks((rng_state, unfinished), small=False))
-        if rank > 0:  # rank 0 writes for all
-            if stopped_by:
-                break
-            continue
-        scalars = {name: value.item() for name, value in scalars.items()}
-        # explained_variance is left out: it is NaN where all returns are equal.
-        if not all(math.isfinite(scalars[f"losses/{name}"]) for name in all_metrics[0]):
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint, if any, is kept", 1)
-        scalars["charts/learning_rate"] = lr.item()
-        scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-        # Rounded as in episodes.csv, from which --resume reads them.
-        recent_returns.extend(float(f"{episodic_return:.6g}") for _, episodic_return, _, _ in episodes)
-        if recent_returns:
-            scalars["charts/last_100_return"] = np.mean(recent_returns)
-        write_log(run_dir, episodes_file, writer, episodes, scalars, global_step, flush=saving)
-        if args.track:
-            # wandb takes one value per step: means over the episodes of the iteration.
-            if episodes:
-                scalars["charts/episodic_return"] = np.mean([episodic_return for _, episodic_return, _, _ in episodes])
-                scalars["charts/episodic_length"] = np.mean([episodic_length for _, _, episodic_length, _ in episodes])
-            wandb.log(scalars, step=global_step)
-        mean_return = scalars.get("charts/last_100_return", math.nan)
-        progress.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
-        progress.update(T * args.num_envs)
-        if progress.disable and iteration % math.ceil(num_iterations / 20) == 0:  # without a terminal: about 20 lines
-            sps = scalars["charts/SPS"]
-            print(f"step {global_step:>10,}   return {mean_return:10.1f}   {sps:9,.0f} steps/s", flush=True)
-
-        # -------------------------------------------------------------------------------------------- checkpoint
-        # After the log: a checkpoint never knows of episodes that are not on disk.
-        if saving:
-            checkpoint = {
-                "script": "ppo_rnn",
-                "args": vars(args),
-                "agent": agent.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "rng_states": list(rng_states),  # one of each rank
-                "unfinished": list(all_unfinished),  # episodes, of each rank
-                "iteration": iteration,
-                "global_step": global_step,
-                "seconds": seconds_before + time.time() - start_time,
-            }
-            save_checkpoint(run_dir, checkpoint)
-        if args.capture_video and iteration % math.ceil(num_iterations / 10) == 0:
-            videos, name = run_dir / "videos", f"step-{global_step}"
-            evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, videos, name)
-        if stopped_by:
+        for value in scalars.values():
+            average_over_ranks(value)
+        scalars["charts/learning_rate"] = lr
+        run.log(global_step, gather_from_ranks(episodes), scalars)
+        stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
+        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
+            run.save(agent, optimizer)
+        if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
+            evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, run.dir, f"step-{global_step}")
+        if stopped:
             break
 
     envs.close()
-    progress.close()
+    run.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if rank > 0:
-        return agent, None
-    writer.close()
-    episodes_file.close()
-    if args.track:
-        wandb.finish()
-    if iteration < num_iterations:
-        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-        raise SystemExit(128 + stopped_by[0])
-    mean_return = np.mean(recent_returns) if recent_returns else math.nan
-    print(f"mean return of the last {len(recent_returns)} episodes: {mean_return:.1f}   {run_dir}")
-    return agent, run_dir
+    return agent, run.dir
+
+
+# =============================================================================== services: no PPO from here to the end
+
+
+def fail(message, code=2):
+    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def parse_args(argv=None, default=None):
+    """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
+    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
+    for field in dataclasses.fields(Args):
+        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
+        if field.type is bool:
+            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
+            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
+        elif field.type is int:  # 1e6, 64.0
+            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
+            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
+    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
+
+
+def check_args(args, num_ranks=1):
+    """Refuse arguments that cannot work, before anything is created."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        low = 1 if field.type is int and field.name != "seed" else 0
+        low = -math.inf if field.name.startswith(("ent_coef", "log_std")) else low
+        high = 1 if field.name in ("gamma", "gae_lambda") else math.inf
+        if isinstance(value, (int, float)) and not (low <= value <= high and math.isfinite(value)):
+            fail(f"--{field.name.replace('_', '-')} must be a finite number from {low} to {high}, not {value}")
+    if args.num_envs % num_ranks:
+        fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
+    if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
+        fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
+    if (size := args.num_envs // num_ranks) % args.num_minibatches:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
+        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {size}, as {nearest} do")
+    low, high = args.log_std_min, args.log_std_max
+    if (low is not None and args.log_std_init < low) or (high is not None and args.log_std_init > high):
+        fail(f"--log-std-init {args.log_std_init} is outside --log-std-min {low} to --log-std-max {high}")
+
+
+class VectorMember(gym.Wrapper):
+    """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator."""
+
+    def reset(self, **options):
+        obs, info = self.env.reset(**options)
+        return obs, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:  # a copy: the environment may begin the next episode in the same array
+            obs = copy.deepcopy(obs)
+        return obs, reward, terminated, truncated, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+
+
+def is_image(space):
+    """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
+    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
+        return False
+    channels, pixels, _ = sorted(space.shape)
+    return pixels >= 36 and channels in (space.shape[0], space.shape[2])  # first or last
+
+
+def make_envs(args, num_envs):
+    """A vector of num_envs environments in autoreset mode SAME_STEP: the step that ends an episode returns the first
+    observation of the next one, and the final observation in infos["final_obs"]."""
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    if args.async_envs:  # forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C
+        options["context"] = "fork"
+    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
+    try:
+        envs = make(wrappers=[VectorMember])
+        obs_space = envs.single_observation_space
+        is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
+        if not is_vector and not is_image(obs_space):  # flattening takes time
+            envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
+    except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    action_space, discrete = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    is_real = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
+    if not is_real and not isinstance(action_space, discrete):
+        kind = type(action_space).__name__
+        fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or a Box of real numbers is needed")
+    return envs
+
+
+def read_action_masks(infos, num_envs, action_sizes):
+    """infos["action_mask"] of a vector environment -> (N, A) bool: what each environment allows next.
+
+    A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple or list with one for each dimension; an
+    environment without one allows everything."""
+    masks = np.ones((num_envs, sum(action_sizes)), dtype=bool)
+    for n in np.flatnonzero(infos.get("_action_mask", False)):
+        mask = infos["action_mask"][n]
+        mask = np.hstack(mask if np.iterable(mask) else [mask])
+        if mask.shape != masks[n].shape:
+            fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}', 1)
+        masks[n] = mask
+    if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
+        fail('infos["action_mask"] forbids every choice in some dimension of the action', 1)
+    return masks
+
+
+def stagger_episodes(envs, rank, num_ranks):
+    """After the first reset: let environment i begin at i / num_envs of its time limit. Otherwise all episodes without
+    another end would end together, and a batch would hold one phase of the episode. -> bool (N,): not whole"""
+    i = rank * envs.num_envs + np.arange(envs.num_envs)
+    elapsed_steps = i * (envs.spec.max_episode_steps or 0) // (num_ranks * envs.num_envs)
+    if elapsed_steps.any():
+        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
+    return elapsed_steps > 0
+
+
+def start_device(args, is_large):
+    """The device of this process. Under torchrun it also meets the other ranks, by gloo on CPUs and NCCL on GPUs."""
+    auto_device = "cuda" if is_large and torch.cuda.is_available() else "cpu"
+    device = torch.device(auto_device if args.device == "auto" else args.device)
+    if dist.is_torchelastic_launched():
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if not is_large:
+        torch.set_num_threads(1)  # more would not help such small networks
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    return device
+
+
+def average_over_ranks(x):
+    """Under torchrun: replace x, in place, by its mean over all ranks. Otherwise do nothing. Returns x."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return x
+
+
+def gather_from_ranks(items):
+    """Under torchrun: the lists of all ranks, joined. Otherwise the list as it is."""
+    if not dist.is_initialized():
+        return items
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, items)
+    return [item for items in lists for item in items]
+
+
+def compiled(function, args, device):
+    """torch.compile, at the first call; nothing with --no-compile. Python numbers are frozen then: to change a value
+    later, write into a tensor. torch's guards are off: checking them in every call takes as long as the networks."""
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
+    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
+    options = {"fallback_random": True}  # the random numbers of eager mode
+    if device.type == "cpu":
+        options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
+        options["realize_opcount_threshold"] = 1  # else Adam's bias corrections are computed for every 16 parameters
+    programs = []
+
+    def call(*arguments):
+        if not programs:
+            whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+            programs.append(whole.aot_compile((arguments, {})))
+            programs[0].disable_guard_check()
+        return programs[0](*arguments)
+
+    return call if args.compile else function
+
+
+class Run:
+    """The folder of a run, with args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt;
+    also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
+
+    def __init__(self, args, rank, global_step, seconds, device):
+        self.args, self.dir, self.global_step = args, None, global_step
+        if rank > 0:
+            self.log = self.save = self.close = lambda *arguments: None
+            return
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+        self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
+        self.dir.mkdir(parents=True, exist_ok=True)
+        batch_size = args.num_envs * args.num_steps
+        self.total_steps = args.total_timesteps // batch_size * batch_size
+        print(f"{self.dir}: {self.total_steps // batch_size} iterations of {batch_size} steps on {device}", flush=True)
+        (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
+        self.open_episodes(global_step)
+        if args.track:
+            import wandb
+
+            # The folder's name as the id: a resumed run goes on in the same run of wandb.
+            names = {"id": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
+        # purge_step hides what a killed run logged after its checkpoint.
+        self.writer = SummaryWriter(self.dir, purge_step=global_step + 1)
+        self.start_time, self.first_log = time.time() - seconds, None
+        self.bar = tqdm(total=self.total_steps, initial=global_step, unit="step", unit_scale=True, disable=None)
+        self.bar.set_postfix_str("compiling" if args.compile else "")
+
+    def open_episodes(self, last_step):
+        """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
+        path, lines, returns = self.dir / "episodes.csv", ["global_step,episodic_return,episodic_length,seconds"], []
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                step, episodic_return, _, _ = (float(x) for x in line.split(","))
+                if step <= last_step:
+                    lines.append(line)
+                    returns.append(episodic_return)
+        path.write_text("\n".join(lines) + "\n")
+        self.episodes_file, self.recent_returns = path.open("a"), deque(returns, maxlen=100)
+
+    def log(self, global_step, episodes, scalars):
+        """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
+        now, text = time.time(), "no episode has ended yet"
+        for step, episodic_return, episodic_length in sorted(episodes, key=lambda episode: episode[0]):
+            self.episodes_file.write(f"{step},{episodic_return:.6g},{episodic_length},{now - self.start_time:.2f}\n")
+            self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+            self.writer.add_scalar("charts/episodic_length", episodic_length, step)
+            self.recent_returns.append(float(f"{episodic_return:.6g}"))  # the digits that --resume finds
+        if self.recent_returns:
+            scalars["charts/last_100_return"] = np.mean(self.recent_returns)
+            text = f"return {scalars['charts/last_100_return']:.1f}"
+        if self.first_log:  # counted from the end of the first iteration, in which functions are compiled
+            scalars["charts/SPS"] = (global_step - self.first_log[1]) / (now - self.first_log[0])
+            text += f"   {scalars['charts/SPS']:,.0f} steps/s"
+        self.first_log = self.first_log or (now, global_step)
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, global_step)
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(global_step - self.global_step)
+        if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
+            print(f"step {global_step:>10,}   {text}", flush=True)  # without a terminal: 20 lines, no bar
+        self.global_step = global_step
+
+    def save(self, agent, optimizer):
+        """Replace checkpoint.pt in one move: a kill leaves the new one or the one before, whole."""
+        self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
+        self.writer.flush()
+        checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "args": vars(self.args)}
+        checkpoint |= {"global_step": self.global_step, "seconds": time.time() - self.start_time}
+        torch.save(checkpoint, self.dir / "checkpoint.tmp")
+        os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        if self.recent_returns:
+            count = len(self.recent_returns)
+            print(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
+
+
+def load_checkpoint(run_dir):
+    """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent."""
+    path = Path(run_dir, "checkpoint.pt")
+    if not path.is_file():
+        fail(f"there is no {path}: give a run folder")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
+        args, state = Args(**checkpoint["args"]), checkpoint["agent"]
+        action = {name.removeprefix("action_"): x for name, x in state.items() if name.startswith("action_")}
+        agent = Agent(state["obs_rms.mean"].shape, action, args)
+        agent.load_state_dict(state)
+    except Exception as error:  # a damaged file can raise anything
+        fail(f"{path} is damaged, or from another script or version: {type(error).__name__}")
+    return checkpoint | {"args": args, "agent": agent}
+
+
+def load_agent(run_dir):
+    """The trained agent of a run folder, with its statistics: action, state = load_agent("runs/NAME").predict(obs)."""
+    return load_checkpoint(run_dir)["agent"]
+
+
+def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
+    video_of: a run folder, for videos of the episodes in its folder videos"""
+    env = gym.make(env_id, render_mode="rgb_array" if video_of else None)
+    if not is_image(env.observation_space):
+        env = gym.wrappers.FlattenObservation(env)
+    if video_of:
+        options = {"name_prefix": name, "disable_logger": True}
+        env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)
+    episodic_returns = np.zeros(episodes)
+    device = agent.obs_rms.mean.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # training's random numbers stay as they are
+        torch.manual_seed(seed)
+        for episode in range(episodes):
+            obs, infos = env.reset(seed=seed + episode)
+            state = None
+            ended = False
+            while not ended:
+                mask = infos.get("action_mask") if agent.args.mask_actions else None
+                action, state = agent.predict(obs, state, deterministic, mask)
+                obs, reward, terminated, truncated, infos = env.step(action)
+                episodic_returns[episode] += reward
+                ended = terminated or truncated
+    env.close()
+    return episodic_returns
 
 
 def main():
+    with contextlib.suppress(ImportError):  # else mujoco warns, and writes MUJOCO_LOG.TXT, for every HalfCheetah
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
     args = parse_args()
+    if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
+        args = parse_args(default=load_checkpoint(args.evaluate or args.resume)["args"])
     if args.evaluate:
-        check_args(args)
-        checkpoint = load_checkpoint(args.evaluate)
-        agent, args = checkpoint["agent"], parse_args(default=checkpoint["args"])
-        takes = ("evaluate", "eval_episodes", "eval_deterministic", "seed", "capture_video")
-        for name in vars(args):
-            if name not in takes and getattr(args, name) != getattr(checkpoint["args"], name):
-                fail(f"--evaluate takes --eval-*, --seed and --capture-video, not --{name.replace('_', '-')}")
-        video_dir = Path(args.evaluate, "videos") if args.capture_video else None
-        returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_dir)
+        agent, video_of = load_agent(args.evaluate), args.evaluate if args.capture_video else None
+        returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_of)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
         return
-    # Ctrl-C and SIGTERM (a preempted job) let the iteration finish and be saved; a second one, more than a second
-    # later, ends the run at once (a scheduler and a launcher may each send one at the same time).
-    stop_signals, times = [], []
+    stop_signals = []
 
     def request_stop(number, frame):
-        stop_signals.append(number)
-        times.append(time.monotonic())
-        if times[-1] - times[0] > 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        """Ctrl-C, and SIGTERM of a preempted job: the iteration under way is finished and saved. A second one ends the
+        run at once, unless it comes within a second: a terminal and torchrun send the same one twice."""
+        if stop_signals and time.monotonic() > stop_signals[0][1] + 1:
+            raise SystemExit(128 + number)
+        stop_signals.append((number, time.monotonic()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not args.resume:
-        args.resume = find_last_run(args)  # restarted by torchrun --max-restarts: a rank had died
-    if args.resume:
-        args = parse_args(default=dataclasses.replace(load_checkpoint(args.resume)["args"], resume=args.resume))
     try:
-        train(args, stop_signals)
-    finally:  # after an error: workers of --async-envs have inherited request_stop and would not end by SIGTERM
+        _, run_dir = train(args, stop_signals)
+    finally:  # workers of --async-envs have inherited request_stop and would not end by SIGTERM
         for worker in multiprocessing.active_children():
             worker.kill()
-    if count_ranks() > 1:  # without Python's own end, in which a thread of torch.distributed now and then aborts
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    if stop_signals and run_dir:
+        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
+        raise SystemExit(128 + stop_signals[0][0])
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def make_agent(script, obs_size=3, action_size=3, **args):
         return script.Agent((obs_size,), {"low": -high, "high": high}, script.Args(**args))
     if ACTIONS[script.__name__] == "box":
         high = np.ones(action_size, np.float32)
-        return script.Agent(obs_size, -high, high, script.Args(**args))
+        return script.Agent((obs_size,), -high, high, script.Args(**args))
     sizes = np.full(action_size, 2) if isinstance(action_size, int) else np.array(action_size)
     return script.Agent((obs_size,), sizes, np.zeros_like(sizes), script.Args(**args))
 
