@@ -18,14 +18,14 @@ Choices, where implementations of PPO differ:
  2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
     only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
  3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
- 4. Values and advantages are computed after the rollout, and again before every later epoch (--recompute-advantages).
- 5. The environment gets the action clipped to its bounds. The policy learns from the unclipped action.
- 6. The value loss is 0.5 * MSE, not clipped (--clip-vloss). Advantages are not normalised (--norm-adv).
- 7. --target-kl ends an update before a step whose approximate KL exceeds 1.5 times the target (SB3). --desired-kl
+ 4. Values and advantages are computed after the rollout. --recompute-advantages repeats that before every later epoch.
+ 5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
+ 6. --target-kl ends an update before a step whose approximate KL exceeds 1.5 times the target (SB3). --desired-kl
     adapts the learning rate instead (rsl_rl). --kl-coef adds the approximate KL to the loss.
- 8. Many environments and short rollouts (100 x 20), at different steps of their time limits (--stagger-envs).
- 9. The learned standard deviation stays between --log-std-min and --log-std-max. --anneal-std scales it to 0.
-10. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
+ 7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
+ 8. The environment gets the action clipped to its bounds. The policy learns from the unclipped action.
+ 9. Many environments and short rollouts (100 x 20), at different steps of their time limits (--stagger-envs).
+10. The learned standard deviation stays between --log-std-min and --log-std-max. --anneal-std scales it to 0.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size.
@@ -74,7 +74,7 @@ class Args:  # the comments are what --help prints
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
     evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
-    eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or an episode at every tenth of training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
@@ -533,17 +533,12 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
-    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
-    for field in dataclasses.fields(Args):
-        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
-        if field.type is bool:
-            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
-            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
-        elif field.type is int:  # 1e6, 64.0
-            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
-            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
-    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
+    line = "\0".join(sys.argv[1:] if argv is None else argv)
+    line = re.sub(r"--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
+    line = re.sub(r"--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
+    whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
+    words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
+    return tyro.cli(Args, args=words, default=default, description=__doc__.split("\n")[0])
 
 
 def check_args(args, num_ranks=1):
@@ -698,15 +693,14 @@ class Run:
 
     def open_episodes(self, last_step):
         """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
-        path, lines, returns = self.dir / "episodes.csv", ["global_step,episodic_return,episodic_length,seconds"], []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
-                step, episodic_return, _, _ = (float(x) for x in line.split(","))
-                if step <= last_step:
-                    lines.append(line)
-                    returns.append(episodic_return)
-        path.write_text("\n".join(lines) + "\n")
-        self.episodes_file, self.recent_returns = path.open("a"), deque(returns, maxlen=100)
+        path = self.dir / "episodes.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
+        rows = [row for row in rows if int(row[0]) <= last_step]
+        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
+        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
+        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        self.episodes_file = path.open("a")
 
     def log(self, global_step, episodes, scalars):
         """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""

@@ -19,18 +19,18 @@ Choices, where implementations of PPO differ:
  2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
     only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
  3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
- 4. Values and advantages are computed after the rollout (--recompute-advantages: again before every later epoch).
- 5. Every dimension of an action has a softmax of its own. Log-probabilities and entropies are sums over dimensions.
-    An action that infos["action_mask"] forbids has probability 0, in the update too.
- 6. The value loss is 0.5 * MSE, not clipped (--clip-vloss). Advantages are normalised (--no-norm-adv).
- 7. --target-kl ends an update before a step whose approximate KL exceeds 1.5 times the target (SB3). --desired-kl
+ 4. Values and advantages are computed after the rollout. --recompute-advantages repeats that before every later epoch.
+ 5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
+ 6. --target-kl ends an update before a step whose approximate KL exceeds 1.5 times the target (SB3). --desired-kl
     adapts the learning rate instead (rsl_rl). --kl-coef adds the approximate KL to the loss.
- 8. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
+ 7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
+ 8. Every dimension of an action has a softmax of its own. Log-probabilities and entropies are sums over dimensions.
+    An action that infos["action_mask"] forbids has probability 0, in the update too.
+ 9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
     CNN. Every other observation is flattened into a vector.
- 9. ALE games follow the published PPO tables: no sticky actions (--sticky-actions), up to 30 no-ops and FIRE at the
+10. ALE games follow the published PPO tables: no sticky actions (--sticky-actions), up to 30 no-ops and FIRE at the
     start, frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the learner, but the game goes
     on. The learner sees the sign of rewards. episodes.csv has the raw scores of whole games.
-10. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = shape of an observation,
@@ -80,7 +80,7 @@ class Args:  # the comments are what --help prints
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
     evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
-    eval_deterministic: bool = True  # evaluate with the likeliest action; off (ALE): sample as in training
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or an episode at every tenth of training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
@@ -90,7 +90,7 @@ class Args:  # the comments are what --help prints
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 16  # environments stepped side by side (N)
     stagger_envs: bool = False  # begin at different steps of the time limit (such episodes are not logged)
-    async_envs: bool = False  # each environment in its own process: worth it if a step takes 1 ms or more; not for ALE
+    async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations (not images) by running mean and deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
@@ -576,17 +576,12 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
-    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
-    for field in dataclasses.fields(Args):
-        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
-        if field.type is bool:
-            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
-            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
-        elif field.type is int:  # 1e6, 64.0
-            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
-            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
-    parse = partial(tyro.cli, Args, args=line.split("\0")[:-1], description=__doc__.split("\n")[0])
+    line = "\0".join(sys.argv[1:] if argv is None else argv)
+    line = re.sub(r"--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
+    line = re.sub(r"--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
+    whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
+    words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
+    parse = partial(tyro.cli, Args, args=words, description=__doc__.split("\n")[0])
     args = parse(default=default)
     # ALE games have their own defaults: the command line is read once more, on top of those.
     return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
@@ -778,15 +773,14 @@ class Run:
 
     def open_episodes(self, last_step):
         """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
-        path, lines, returns = self.dir / "episodes.csv", ["global_step,episodic_return,episodic_length,seconds"], []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
-                step, episodic_return, _, _ = (float(x) for x in line.split(","))
-                if step <= last_step:
-                    lines.append(line)
-                    returns.append(episodic_return)
-        path.write_text("\n".join(lines) + "\n")
-        self.episodes_file, self.recent_returns = path.open("a"), deque(returns, maxlen=100)
+        path = self.dir / "episodes.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
+        rows = [row for row in rows if int(row[0]) <= last_step]
+        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
+        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
+        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        self.episodes_file = path.open("a")
 
     def log(self, global_step, episodes, scalars):
         """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""

@@ -14,30 +14,34 @@
     python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent
     torchrun --nproc-per-node 2 ppo_rnn.py               # train in two processes, which share the environments
 
-Choices, where implementations of recurrent PPO differ:
- 1. The state of the memory goes on from one rollout to the next. It is zero at the first observation of an episode:
-    episode_starts[t] belongs to observation t.
- 2. A minibatch is made of whole environments (columns of the rollout). The gradient goes back through all their steps,
-    to the start of the episode or of the rollout, where the state is the stored one.
- 3. Back-propagation through time needs no loop: one call of PyTorch's LSTM or GRU kernel replays a minibatch and gives
-    what single steps gave, resets at episode starts included (Memory.unroll).
- 4. A truncated episode (time limit) is bootstrapped from its final observation, seen with the memory of that episode.
-    A terminated one is not. Bootstrapping does not change the state that is carried on.
- 5. The layers: observation, memory, two layers each for actor and critic. --separate-critic-rnn gives the critic a
-    memory of its own (rsl_rl, sb3-contrib). Images go through the Nature CNN first; one layer follows the memory.
- 6. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
+Choices, where implementations of PPO differ:
+ 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
+ 2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
     only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
- 7. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
- 8. The critic and its memory run after the rollout, and again before every later epoch (--recompute-advantages).
- 9. Every dimension of a discrete action has a softmax of its own. What infos["action_mask"] forbids has probability 0,
-    in the update too. The environment gets a Box action clipped to its bounds; the policy learns from the unclipped.
-10. The value loss is 0.5 * MSE, not clipped (--clip-vloss). Advantages are normalised (--no-norm-adv). --target-kl,
-    --desired-kl, --kl-coef, initialisation and Adam as in the siblings.
+ 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
+ 4. Values and advantages are computed after the rollout. --recompute-advantages repeats that before every later epoch.
+ 5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
+ 6. --target-kl ends an update before a step whose approximate KL exceeds 1.5 times the target (SB3). --desired-kl
+    adapts the learning rate instead (rsl_rl). --kl-coef adds the approximate KL to the loss.
+ 7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
+ 8. Every dimension of an action has a softmax of its own. Log-probabilities and entropies are sums over dimensions.
+    An action that infos["action_mask"] forbids has probability 0, in the update too.
+ 9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
+    CNN. Every other observation is flattened into a vector.
+10. The environment gets a Box action clipped to its bounds. The policy learns from the unclipped action.
+11. The memory stands between observations (or the Nature CNN) and the layers of actor and critic. They share it, unless
+    --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
+12. Its state goes on from one rollout to the next. It is zero at the first observation of an episode:
+    episode_starts[t] belongs to observation t.
+13. A minibatch is made of whole environments (columns of the rollout). The gradient goes back through all their steps,
+    to the start of the episode or of the rollout, where the state is the stored one.
+14. One call of PyTorch's LSTM or GRU kernel replays a minibatch (Memory.unroll), and gives what single steps gave.
+15. A final observation is seen with the memory of its own episode. That does not change the state that is carried on.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
 I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic read.
-Discrete actions: K = dimensions, A = sum of their sizes. Box actions: A = action size.
+Discrete actions: K = dimensions of an action, A = sum of their sizes. Box actions: A = action size.
 Step t goes from obs[t] by actions[t] to rewards[t], terminations[t], truncations[t] and the observation after it.
 Siblings without memory: ppo_discrete.py (also Atari), ppo_continuous.py. benchmark/NOTES.md: what each choice gains.
 """
@@ -744,17 +748,12 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # Joined by a character that no word can contain, so that one pattern sees a flag and its value.
-    line = "".join(word + "\0" for word in (sys.argv[1:] if argv is None else argv))
-    for field in dataclasses.fields(Args):
-        flag = r"(?<![^\0])--" + field.name.replace("_", "[-_]") + r"[=\0]"
-        if field.type is bool:
-            line = re.sub(rf"{flag}(?i:true)\0", f"--{field.name}\0", line)
-            line = re.sub(rf"{flag}(?i:false)\0", f"--no-{field.name}\0", line)
-        elif field.type is int:  # 1e6, 64.0
-            number = r"(\d+\.\d*|\d+(?:\.\d*)?[eE]\+?\d+)\0"
-            line = re.sub(flag + number, lambda m: m[0].replace(m[1], f"{float(m[1]):.17g}"), line)
-    return tyro.cli(Args, args=line.split("\0")[:-1], default=default, description=__doc__.split("\n")[0])
+    line = "\0".join(sys.argv[1:] if argv is None else argv)
+    line = re.sub(r"--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
+    line = re.sub(r"--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
+    whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
+    words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
+    return tyro.cli(Args, args=words, default=default, description=__doc__.split("\n")[0])
 
 
 def check_args(args, num_ranks=1):
@@ -936,15 +935,14 @@ class Run:
 
     def open_episodes(self, last_step):
         """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
-        path, lines, returns = self.dir / "episodes.csv", ["global_step,episodic_return,episodic_length,seconds"], []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
-                step, episodic_return, _, _ = (float(x) for x in line.split(","))
-                if step <= last_step:
-                    lines.append(line)
-                    returns.append(episodic_return)
-        path.write_text("\n".join(lines) + "\n")
-        self.episodes_file, self.recent_returns = path.open("a"), deque(returns, maxlen=100)
+        path = self.dir / "episodes.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
+        rows = [row for row in rows if int(row[0]) <= last_step]
+        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
+        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
+        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        self.episodes_file = path.open("a")
 
     def log(self, global_step, episodes, scalars):
         """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
