@@ -387,7 +387,9 @@ def train(args, stop_signals=()):
 
     stop_signals: a list that a signal handler appends to. The iteration under way is then the last, and is saved."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun's processes
+    rank, num_ranks = 0, 1
+    if dist.is_torchelastic_launched():  # by torchrun: this is process `rank` of num_ranks
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     check_args(args, num_ranks)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
     B, M = T * N, T * N // args.num_minibatches
@@ -406,6 +408,7 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
+    average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
     # Tensors, because compiled functions read them: a Python number would be frozen.
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
@@ -651,6 +654,7 @@ def make_envs(args, num_envs):
         obs_space = envs.single_observation_space
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
         if not is_vector and not is_image(obs_space):  # flattening takes time
+            envs.close()
             envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
