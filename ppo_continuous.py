@@ -13,7 +13,7 @@
     python ppo_continuous.py --evaluate runs/NAME        # play episodes with the trained agent
     torchrun --nproc-per-node 2 ppo_continuous.py        # train in two processes, which share the environments
 
-Choices, where implementations of PPO differ:
+Choices, where implementations of PPO differ (what each one gains: benchmark/NOTES.md):
  1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
  2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
     only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
@@ -30,7 +30,7 @@ Choices, where implementations of PPO differ:
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size.
 Step t goes from obs[t] by actions[t] to rewards[t], terminations[t], truncations[t] and the observation after it.
-Siblings: ppo_discrete.py (Discrete actions, images), ppo_rnn.py (memory). benchmark/NOTES.md: what each choice gains.
+Siblings: ppo_continuous.py (Box actions), ppo_discrete.py (Discrete actions, images, Atari), ppo_rnn.py (memory).
 """
 
 import contextlib
@@ -381,15 +381,7 @@ def train(args, stop_signals=()):
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
-    global_step, seconds = 0, 0.0
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume)
-        global_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
-        agent.load_state_dict(checkpoint["agent"].state_dict())
-        checkpoint["optimizer"]["param_groups"][0]["capturable"] = lr.is_cuda  # it may be from another device
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        # load_state_dict has put a copy in place of lr, which compiled functions read.
-        optimizer.param_groups[0]["lr"] = lr.copy_(optimizer.param_groups[0]["lr"])
+    global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
     # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
     seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # ale-py takes 31 bits
     noise_seed, *env_seeds = seeds.tolist()
@@ -765,6 +757,17 @@ def load_checkpoint(run_dir):
 def load_agent(run_dir):
     """The trained agent of a run folder, with its statistics: load_agent("runs/NAME").predict(obs) is an action."""
     return load_checkpoint(run_dir)["agent"]
+
+
+def restore(run_dir, agent, optimizer):
+    """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
+    checkpoint = load_checkpoint(run_dir)
+    agent.load_state_dict(checkpoint["agent"].state_dict())
+    lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
+    saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    optimizer.param_groups[0]["lr"] = lr.copy_(saved["lr"])  # load_state_dict has put a copy of lr there
+    return checkpoint["global_step"], checkpoint["seconds"]
 
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):

@@ -9,12 +9,11 @@
 """Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for Discrete, MultiDiscrete and Box actions, in one file.
 
     python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
-    python ppo_rnn.py --env-id Pendulum-v1               # Box actions
     python ppo_rnn.py --resume runs/NAME                 # go on after Ctrl-C, a kill or a crash
     python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent
     torchrun --nproc-per-node 2 ppo_rnn.py               # train in two processes, which share the environments
 
-Choices, where implementations of PPO differ:
+Choices, where implementations of PPO differ (what each one gains: benchmark/NOTES.md):
  1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
  2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
     only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
@@ -29,21 +28,18 @@ Choices, where implementations of PPO differ:
  9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
     CNN. Every other observation is flattened into a vector.
 10. The environment gets a Box action clipped to its bounds. The policy learns from the unclipped action.
-11. The memory stands between observations (or the Nature CNN) and the layers of actor and critic. They share it, unless
-    --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
-12. Its state goes on from one rollout to the next. It is zero at the first observation of an episode:
-    episode_starts[t] belongs to observation t.
-13. A minibatch is made of whole environments (columns of the rollout). The gradient goes back through all their steps,
-    to the start of the episode or of the rollout, where the state is the stored one.
-14. One call of PyTorch's LSTM or GRU kernel replays a minibatch (Memory.unroll), and gives what single steps gave.
-15. A final observation is seen with the memory of its own episode. That does not change the state that is carried on.
+11. Actor and critic share the memory, unless --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
+12. The state goes on from one rollout to the next. It is zero at the start of an episode: episode_starts[t] belongs to
+    observation t. A final observation is seen with the memory of its own episode.
+13. A minibatch is made of whole environments (columns of the rollout). One call of PyTorch's LSTM or GRU kernel replays
+    it (Memory.unroll). The gradient goes back to the start of the episode or of the rollout.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
 I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic read.
 Discrete actions: K = dimensions of an action, A = sum of their sizes. Box actions: A = action size.
 Step t goes from obs[t] by actions[t] to rewards[t], terminations[t], truncations[t] and the observation after it.
-Siblings without memory: ppo_discrete.py (also Atari), ppo_continuous.py. benchmark/NOTES.md: what each choice gains.
+Siblings: ppo_continuous.py (Box actions), ppo_discrete.py (Discrete actions, images, Atari), ppo_rnn.py (memory).
 """
 
 import contextlib
@@ -59,7 +55,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -100,7 +95,7 @@ class Args:  # the comments are what --help prints
     num_envs: int = 8  # environments stepped side by side (N)
     stagger_envs: bool = False  # begin at different steps of the time limit (such episodes are not logged)
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
-    norm_obs: bool = True  # normalise observations (not images) by running mean and deviation, clip to +-10
+    norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
     # --- memory and policy
@@ -251,7 +246,7 @@ class Agent(nn.Module):
     features (..., F), from which actor and critic read; `predict` takes observations as they come."""
 
     def __init__(self, obs_shape, action, args):
-        """action: {"sizes", "start"} of a Discrete or MultiDiscrete space, {"low", "high"} of a Box, shaped like it"""
+        """action: what `describe_actions` returns"""
         super().__init__()
         self.args = args
         for name, array in action.items():
@@ -267,9 +262,8 @@ class Agent(nn.Module):
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
         # The first is the actor's, the last the critic's: without --separate-critic-rnn they are the same one.
-        self.memories = nn.ModuleList(
-            Memory(args.cell, input_size, args.hidden_size) for _ in range(1 + args.separate_critic_rnn)
-        )
+        memories = [Memory(args.cell, input_size, args.hidden_size) for _ in range(1 + args.separate_critic_rnn)]
+        self.memories = nn.ModuleList(memories)
         if self.sees_images:
             self.critic = layer_init(nn.Linear(args.hidden_size, 1), gain=1.0)
             self.actor = layer_init(nn.Linear(args.hidden_size, outputs), gain=0.01)
@@ -543,18 +537,12 @@ def train(args, stop_signals=()):
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)  # networks start equal on all ranks
     torch.backends.cudnn.allow_tf32 = False  # so that replaying a minibatch gives what single steps gave
-    warnings.filterwarnings("ignore", message="RNN module weights")  # weights not in one block: slower, not wrong
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's LSTM and GRU are not
     envs = make_envs(args, N)
-    obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
+    obs_shape = envs.single_observation_space.shape
     device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
-    if isinstance(action_space, gym.spaces.Box):
-        action = {"low": action_space.low, "high": action_space.high}
-    else:
-        sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
-        action = {"sizes": sizes, "start": action_space.start}
-    agent = Agent(obs_shape, action, args).to(device)
+    agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
     # All parameters become views of one vector: one norm and one Adam step serve all layers. From here on nothing may
     # give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
@@ -565,15 +553,7 @@ def train(args, stop_signals=()):
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
-    global_step, seconds = 0, 0.0
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume)
-        global_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
-        agent.load_state_dict(checkpoint["agent"].state_dict())
-        checkpoint["optimizer"]["param_groups"][0]["capturable"] = lr.is_cuda  # it may be from another device
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        # load_state_dict has put a copy in place of lr, which compiled functions read.
-        optimizer.param_groups[0]["lr"] = lr.copy_(optimizer.param_groups[0]["lr"])
+    global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
     # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
     seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # ale-py takes 31 bits
     noise_seed, *env_seeds = seeds.tolist()
@@ -827,6 +807,13 @@ def make_envs(args, num_envs):
     return envs
 
 
+def describe_actions(space):
+    """What the agent must know of an action space: {"sizes", "start"} or, for a Box, {"low", "high"}, shaped like it"""
+    if isinstance(space, gym.spaces.Box):
+        return {"low": space.low, "high": space.high}
+    return {"sizes": space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, "start": space.start}
+
+
 def read_action_masks(infos, num_envs, action_sizes):
     """infos["action_mask"] of a vector environment -> (N, A) bool: what each environment allows next.
 
@@ -1008,6 +995,17 @@ def load_checkpoint(run_dir):
 def load_agent(run_dir):
     """The trained agent of a run folder, with its statistics: action, state = load_agent("runs/NAME").predict(obs)."""
     return load_checkpoint(run_dir)["agent"]
+
+
+def restore(run_dir, agent, optimizer):
+    """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
+    checkpoint = load_checkpoint(run_dir)
+    agent.load_state_dict(checkpoint["agent"].state_dict())
+    lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
+    saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    optimizer.param_groups[0]["lr"] = lr.copy_(saved["lr"])  # load_state_dict has put a copy of lr there
+    return checkpoint["global_step"], checkpoint["seconds"]
 
 
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
