@@ -1,0 +1,40 @@
+"""Two files of results beside each other, task by task: did a change move what is learned?
+
+    python benchmark/compare.py benchmark/results/mujoco.csv benchmark/results/mujoco-rebuilt.csv
+
+Prints the mean over seeds of the last 100 training episodes in both files, and the 95% interval (Welch) of the
+difference of the means. An interval that holds 0 shows no change.
+"""
+
+import argparse
+import csv
+from collections import defaultdict
+
+from scipy.stats import ttest_ind
+
+
+def read(path):
+    """{(script, task, flags): returns of its seeds}"""
+    runs = defaultdict(list)
+    with open(path) as file:
+        for row in csv.DictReader(file):
+            runs[row["script"], row["env_id"], row["flags"]].append(float(row["last_100_mean"]))
+    return runs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("before")
+    parser.add_argument("after")
+    args = parser.parse_args()
+    before, after = read(args.before), read(args.after)
+    print(f"{'task':28} {'seeds':>9} {'before':>9} {'after':>9}   95% interval of the difference")
+    for key in sorted(before.keys() & after.keys()):
+        old, new = before[key], after[key]
+        interval = ttest_ind(new, old, equal_var=False).confidence_interval()
+        means = f"{sum(old) / len(old):9.1f} {sum(new) / len(new):9.1f}"
+        print(f"{key[1]:28} {len(old):>4} {len(new):>4} {means}   {interval.low:+.1f} to {interval.high:+.1f}")
+
+
+if __name__ == "__main__":
+    main()
