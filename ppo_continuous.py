@@ -364,8 +364,6 @@ def train(args, stop_signals=()):
     B, M = T * N, T * N // args.num_minibatches
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
-    random.seed(args.seed)  # for environments that draw from these global generators
-    np.random.seed(args.seed)
     torch.manual_seed(args.seed)  # networks start equal on all ranks
     envs = make_envs(args, N)
     obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
@@ -529,8 +527,8 @@ def fail(message, code=2):
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
     line = "\0".join(sys.argv[1:] if argv is None else argv)
-    line = re.sub(r"--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
-    line = re.sub(r"--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
+    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
+    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
     whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
     words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
     return tyro.cli(Args, args=words, default=default, description=__doc__.split("\n")[0])
@@ -561,8 +559,11 @@ def check_args(args, num_ranks=1):
 class VectorMember(gym.Wrapper):
     """One environment of a vector, without its infos: merging those takes longer than many a simulator."""
 
-    def reset(self, **options):
-        return self.env.reset(**options)[0], {}
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:  # for environments that draw from the global generators
+            random.seed(seed)
+            np.random.seed(seed)
+        return self.env.reset(seed=seed, options=options)[0], {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.env.step(action)
@@ -680,7 +681,7 @@ class Run:
 
             # The folder's name as the id: a resumed run goes on in the same run of wandb.
             names = {"id": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
+            self.wandb = wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
         # purge_step hides what a killed run logged after its checkpoint.
         self.writer = SummaryWriter(self.dir, purge_step=global_step + 1)
         self.start_time, self.first_log = time.time() - seconds, None
@@ -734,6 +735,8 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
+        if self.args.track:
+            self.wandb.finish()
         if self.recent_returns:
             count = len(self.recent_returns)
             print(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
@@ -773,7 +776,7 @@ def restore(run_dir, agent, optimizer):
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
     """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
     video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = gym.wrappers.FlattenObservation(gym.make(env_id, render_mode="rgb_array" if video_of else None))
+    env = gym.wrappers.FlattenObservation(gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {})))
     if video_of:
         options = {"name_prefix": name, "disable_logger": True}
         env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)

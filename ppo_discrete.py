@@ -395,8 +395,6 @@ def train(args, stop_signals=()):
     B, M = T * N, T * N // args.num_minibatches
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
-    random.seed(args.seed)  # for environments that draw from these global generators
-    np.random.seed(args.seed)
     torch.manual_seed(args.seed)  # networks start equal on all ranks
     envs = make_envs(args, N)
     obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
@@ -572,8 +570,8 @@ def fail(message, code=2):
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
     line = "\0".join(sys.argv[1:] if argv is None else argv)
-    line = re.sub(r"--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
-    line = re.sub(r"--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
+    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
+    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
     whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
     words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
     parse = partial(tyro.cli, Args, args=words, description=__doc__.split("\n")[0])
@@ -604,8 +602,11 @@ def check_args(args, num_ranks=1):
 class VectorMember(gym.Wrapper):
     """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator."""
 
-    def reset(self, **options):
-        obs, info = self.env.reset(**options)
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:  # for environments that draw from the global generators
+            random.seed(seed)
+            np.random.seed(seed)
+        obs, info = self.env.reset(seed=seed, options=options)
         return obs, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
 
     def step(self, action):
@@ -760,7 +761,7 @@ class Run:
 
             # The folder's name as the id: a resumed run goes on in the same run of wandb.
             names = {"id": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
+            self.wandb = wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
         # purge_step hides what a killed run logged after its checkpoint.
         self.writer = SummaryWriter(self.dir, purge_step=global_step + 1)
         self.start_time, self.first_log = time.time() - seconds, None
@@ -814,6 +815,8 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
+        if self.args.track:
+            self.wandb.finish()
         if self.recent_returns:
             count = len(self.recent_returns)
             print(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
@@ -850,21 +853,24 @@ def restore(run_dir, agent, optimizer):
     return checkpoint["global_step"], checkpoint["seconds"]
 
 
-def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
-    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
-    video_of: a run folder, for videos of the episodes in its folder videos"""
-    options = {"render_mode": "rgb_array" if video_of else None}
-    if is_atari(env_id):  # as ale-py's vector of games does, by gymnasium's wrappers
+def make_evaluation_env(env_id, draw, sticky_actions):
+    """One environment, which sees an ALE game as ale-py's vector of games does, by gymnasium's wrappers."""
+    options = {"render_mode": "rgb_array"} if draw else {}
+    if is_atari(env_id):
         import ale_py
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-        options |= {"frameskip": 1, "repeat_action_probability": 0.25 if agent.args.sticky_actions else 0.0}
+        options |= {"frameskip": 1, "repeat_action_probability": 0.25 if sticky_actions else 0.0}
         env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
-        env = gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
-    else:
-        env = gym.make(env_id, **options)
-    if not is_image(env.observation_space):
-        env = gym.wrappers.FlattenObservation(env)
+        return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
+    env = gym.make(env_id, **options)
+    return env if is_image(env.observation_space) else gym.wrappers.FlattenObservation(env)
+
+
+def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
+    video_of: a run folder, for videos of the episodes in its folder videos"""
+    env = make_evaluation_env(env_id, video_of is not None, agent.args.sticky_actions)
     if video_of:
         options = {"name_prefix": name, "disable_logger": True}
         env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)

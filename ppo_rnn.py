@@ -533,8 +533,6 @@ def train(args, stop_signals=()):
     M = T * N // args.num_minibatches
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
-    random.seed(args.seed)  # for environments that draw from these global generators
-    np.random.seed(args.seed)
     torch.manual_seed(args.seed)  # networks start equal on all ranks
     torch.backends.cudnn.allow_tf32 = False  # so that replaying a minibatch gives what single steps gave
     if args.torch_deterministic:
@@ -732,8 +730,8 @@ def fail(message, code=2):
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
     line = "\0".join(sys.argv[1:] if argv is None else argv)
-    line = re.sub(r"--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
-    line = re.sub(r"--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
+    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
+    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
     whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
     words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
     return tyro.cli(Args, args=words, default=default, description=__doc__.split("\n")[0])
@@ -764,8 +762,11 @@ def check_args(args, num_ranks=1):
 class VectorMember(gym.Wrapper):
     """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator."""
 
-    def reset(self, **options):
-        obs, info = self.env.reset(**options)
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:  # for environments that draw from the global generators
+            random.seed(seed)
+            np.random.seed(seed)
+        obs, info = self.env.reset(seed=seed, options=options)
         return obs, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
 
     def step(self, action):
@@ -917,7 +918,7 @@ class Run:
 
             # The folder's name as the id: a resumed run goes on in the same run of wandb.
             names = {"id": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
+            self.wandb = wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
         # purge_step hides what a killed run logged after its checkpoint.
         self.writer = SummaryWriter(self.dir, purge_step=global_step + 1)
         self.start_time, self.first_log = time.time() - seconds, None
@@ -971,6 +972,8 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
+        if self.args.track:
+            self.wandb.finish()
         if self.recent_returns:
             count = len(self.recent_returns)
             print(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
@@ -1011,7 +1014,7 @@ def restore(run_dir, agent, optimizer):
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
     """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
     video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = gym.make(env_id, render_mode="rgb_array" if video_of else None)
+    env = gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {}))
     if not is_image(env.observation_space):
         env = gym.wrappers.FlattenObservation(env)
     if video_of:

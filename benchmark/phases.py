@@ -1,21 +1,20 @@
 """Where the time goes: the trainings that speed.py times, phase by phase.
 
     OMP_NUM_THREADS=1 python benchmark/phases.py discrete continuous-1 continuous-8 defaults rnn
-    OMP_NUM_THREADS=1 python benchmark/phases.py continuous-8 --before PATH     # the scripts of an older checkout
 
 A training with the command line of speed.py runs in this process, with clocks around the functions that its loop calls;
 the scripts themselves are not changed. Time between two of these functions counts for what the loop does there. Printed
 and written to results/phases.csv, in microseconds per step of all environments, over the second half of the iterations:
 
     simulators             envs.step
-    acting                 act: statistics, network, noise, storing observation, action and log-probability
-    storing, checks        the rest of the rollout: rewards and ends, NaN, returns of episodes
+    acting                 act: normalising, network, noise
+    storing, checks        the rest of the rollout: storing, NaN, returns of episodes
     values and advantages  estimate_advantages, normalize_rewards
     gradients              compute_gradient; in ppo_rnn.py compute_head_gradients
     memory, forwards       only in ppo_rnn.py: the replay of a minibatch, and of the rollout for the values
     memory, backwards      only in ppo_rnn.py: from the gradient of the features to those of the weights
     Adam's steps           apply_gradient
-    shuffling              the rest of the update: permutation, gathering, minibatches, the KL limit
+    shuffling              the rest of the update: statistics, permutation, gathering, minibatches, the KL limit
     log                    metrics, episodes.csv, TensorBoard, checkpoint
 
 Before them, what holds the gradient: the matrix products of its linear layers, one after another and nothing else, and
@@ -33,7 +32,6 @@ from pathlib import Path
 
 import report
 import torch
-from learning import at
 from report import RESULTS, ROOT
 from speed import make_cases
 
@@ -54,7 +52,7 @@ ROWS = list(dict.fromkeys(itertools.chain(*PHASES.values())))
 
 
 def load(script):
-    """A script as a module, from any checkout."""
+    """A script as a module of its own, so that the clocks stay in it."""
     sys.path.insert(0, str(ROOT))  # for benchmark.memory_envs
     spec = importlib.util.spec_from_file_location(f"phases_{len(sys.modules)}", script)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -79,18 +77,17 @@ def put_clocks(module):
         setattr(module, name, clocked(name, getattr(module, name)))
     if hasattr(module.Agent, "replay"):
         module.Agent.replay = clocked("replay", module.Agent.replay)
-    make_envs, make_compiler = module.make_envs, module.make_compiler
+    make_envs, compiled = module.make_envs, module.compiled
 
     def make_clocked_envs(*arguments):
         envs = make_envs(*arguments)
         envs.step = clocked("step", envs.step)
         return envs
 
-    def make_clocked_compiler(*arguments):
-        compiled = make_compiler(*arguments)
-        return lambda function, **options: clocked(function.__name__, compiled(function, **options))
-
-    module.make_envs, module.make_compiler = make_clocked_envs, make_clocked_compiler
+    module.make_envs = make_clocked_envs
+    module.compiled = lambda function, *options, **more: clocked(
+        function.__name__, compiled(function, *options, **more)
+    )
     return calls
 
 
@@ -154,7 +151,7 @@ def profile(command, module, folder):
         alone = best_time(products)
         lines.append(f"its matrix products alone: {alone:.0f} us, {operations / alone / 1e3:.0f} GFLOPS")
     if args.compile:
-        nothing = module.make_compiler(args, torch.device("cpu"))(lambda *minibatch: minibatch[0] + 1)
+        nothing = module.compiled(lambda *minibatch: minibatch[0] + 1, args, torch.device("cpu"))
         minibatch = [torch.zeros(8) for _ in range(6)]
         lines.append(f"a compiled function that adds 1: {best_time(lambda: nothing(*minibatch)):.0f} us")
     return phases, lines
@@ -165,16 +162,13 @@ def main():
     cases = {case: all_of for case, all_of in make_cases().items() if not case.endswith("ranks")}
     parser.add_argument("cases", nargs="+", choices=cases)
     parser.add_argument("--steps", type=int, help="of environments, for a try, which is not kept")
-    parser.add_argument("--before", type=Path, help="an older checkout of this repository")
     args = parser.parse_args()
     path = RESULTS / "phases.csv"
     rows, columns = report.read_csv(path), {}
     for case in args.cases:
         ((contestant, _, steps),) = (run for name, run in cases[case].items() if name.startswith("ppo_"))
         command = contestant(args.steps or steps)
-        if args.before:
-            command = at(args.before.absolute(), command)
-        script = Path(command[1]).stem + (" before" if args.before else "")
+        script = Path(command[1]).stem
         with tempfile.TemporaryDirectory() as folder:
             columns[case], lines = profile(command, load(command[1]), folder)
         print("\n".join([f"{case}:", *lines]), flush=True)

@@ -34,7 +34,7 @@ RESULTS = ROOT / "benchmark" / "results"
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
 FIELDS += ["episodes", "seconds", "solved_at", "flags", "defaults", "versions", "commit", "hardware"]
 # Arguments that say where and how a run went, not what it did.
-WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "resume", "resume_episodes", "compile"}
+WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "resume", "compile"}
 WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 BEFORE = {"kl_coef": 0.0}  # what runs did that are older than a flag
 # Solved: this mean return over 100 episodes. The name without the module that registers the task.

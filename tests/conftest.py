@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -80,6 +81,17 @@ def make_agent(script, obs_size=3, action_size=3, **args):
         return script.Agent((obs_size,), -high, high, script.Args(**args))
     sizes = np.full(action_size, 2) if isinstance(action_size, int) else np.array(action_size)
     return script.Agent((obs_size,), sizes, np.zeros_like(sizes), script.Args(**args))
+
+
+def without_memory(script, args, monkeypatch):
+    """Make the memory of ppo_rnn put out the observation that it is shown: features are then observations, and tests
+    of all scripts can be the same. test_rnn.py tests real memories."""
+    if script.__name__ == "ppo_rnn":
+        args.hidden_size = gym.make(args.env_id).observation_space.shape[0]
+        monkeypatch.setattr(script.Memory, "step", lambda self, inputs, state: (inputs, state))
+        # The zero gives its parameters a gradient.
+        zero = lambda self: 0 * sum(parameter.sum() for parameter in self.parameters())  # noqa: E731
+        monkeypatch.setattr(script.Memory, "unroll", lambda self, inputs, *_: inputs + zero(self))
 
 
 def act(agent, raw_obs):

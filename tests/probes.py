@@ -164,28 +164,6 @@ class Words(Target):
         self.observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
 
 
-class Entropy(Target):
-    """Never the same twice, whatever its seed."""
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.target = self.target * np.float32(np.random.default_rng().uniform(0.25, 0.75))
-        return self.target.copy(), {}
-
-
-class OtherNumbers(Target):
-    """Draws from other generators than gymnasium's."""
-
-    def __init__(self, discrete, make):
-        super().__init__(discrete)
-        self.make = make
-
-    def reset(self, *, seed=None, options=None):
-        if seed is not None:
-            self.np_random = self.make(seed)
-        return super().reset()
-
-
 class OneArray(gym.Env):
     """Counts its steps; all its observations are the same array."""
 
@@ -204,49 +182,6 @@ class OneArray(gym.Env):
         return self.obs, 0.0, False, bool(self.obs[0] == 5), {}
 
 
-class FirstSeed(OneArray):
-    """What it observes depends on its first seed; it writes into its actions."""
-
-    def reset(self, *, seed=None, options=None):
-        self.level = self.level if seed is None else seed % 97
-        return super().reset()
-
-    def step(self, action):
-        self.obs[:] = self.obs[0] + 1, self.level + np.sum(action)
-        action *= 2
-        return self.obs, 1.0, False, bool(self.obs[0] == 30), {}
-
-
-class Noise(OneArray):
-    """Its rewards are never the same twice."""
-
-    def step(self, action):
-        self.obs += 1
-        return self.obs, np.random.default_rng().normal(), False, bool(self.obs[0] == 30), {}
-
-
-class Turns(OneArray):
-    """Every second episode is short, whatever its seed; it refuses steps after the end."""
-
-    episodes = 0
-
-    def reset(self, *, seed=None, options=None):
-        self.episodes += 1
-        self.length = 3 if self.episodes % 2 == 0 else 1000
-        return super().reset()
-
-    def step(self, action):
-        assert self.obs[0] < self.length
-        self.obs += 1
-        return self.obs, 0.0, False, bool(self.obs[0] == self.length), {}
-
-
-GENERATORS = {
-    "RandomState": np.random.RandomState,
-    "Twister": lambda seed: np.random.Generator(np.random.MT19937(seed)),
-    "Module": lambda seed: np.random,
-}
-
 for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Chain-v0", Chain, kwargs={"discrete": discrete})
     gym.register(f"{name}/AlignedChain-v0", Chain, kwargs={"discrete": discrete, "lengths": (8,)})
@@ -259,11 +194,5 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
     gym.register(f"{name}/OtherTypes-v0", OtherTypes, kwargs={"discrete": discrete})
     gym.register(f"{name}/Whole-v0", Whole, kwargs={"discrete": discrete})
-    gym.register(f"{name}/Entropy-v0", Entropy, kwargs={"discrete": discrete})
-    for kind, make in GENERATORS.items():
-        gym.register(f"{name}/{kind}-v0", OtherNumbers, kwargs={"discrete": discrete, "make": make})
-    gym.register(f"{name}/FirstSeed-v0", FirstSeed, kwargs={"discrete": discrete})
-    gym.register(f"{name}/Noise-v0", Noise, kwargs={"discrete": discrete})
-    gym.register(f"{name}/Turns-v0", Turns, kwargs={"discrete": discrete})
     gym.register(f"{name}/OneArray-v0", OneArray, kwargs={"discrete": discrete})
     gym.register(f"{name}/Words-v0", Words, kwargs={"discrete": discrete})

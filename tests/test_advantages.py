@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import golden, probe
+from conftest import golden, probe, without_memory
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -91,13 +91,7 @@ def advantages_of_a_run_on_the_chain(script, args, monkeypatch):
         found.append(result[0].clone())
         return result
 
-    if (
-        script.__name__ == "ppo_rnn"
-    ):  # a memory that puts out what it is shown (test_rnn.py has the probe of a real one)
-        args.hidden_size = len(CHAIN_VALUES)
-        monkeypatch.setattr(script.Memory, "step", lambda self, inputs, state: (inputs, state))
-        nothing = lambda self: 0 * sum(parameter.sum() for parameter in self.parameters())  # noqa: E731
-        monkeypatch.setattr(script.Memory, "unroll", lambda self, inputs, *_: inputs + nothing(self))
+    without_memory(script, args, monkeypatch)  # test_rnn.py has the probe of a real one
     values = torch.tensor(CHAIN_VALUES, dtype=torch.float32)
     monkeypatch.setattr(script, "compute_gae", spy)
     # The zero keeps the critic in the graph: its parameters still have a gradient.

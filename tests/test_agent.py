@@ -1,10 +1,14 @@
 """The agent: its distribution, its statistics, and what it does with them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import act, golden, make_agent, probe
+from conftest import act, golden, make_agent, probe, without_memory
+from probes import CHAIN_GAMMA, CHAIN_VALUES
 
 
 @pytest.mark.parametrize("case", ["gaussian", "gaussian_log_std_clamp", "gaussian_state_dependent"])
@@ -92,30 +96,53 @@ def test_running_statistics(script):
     assert agent.normalize_obs(torch.full((2,), 1e9, dtype=torch.float64)).tolist() == [10, 10]
 
 
-def test_pooled_statistics_keep_their_digits(script, monkeypatch):
-    """Eight ranks that see one feature that never changes, far from 0, and one of variance 4 around it: after many
-    rollouts the variances are still those, and what is normalised is a number."""
-    monkeypatch.setattr(script.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(script.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(script, "average_over_ranks", lambda news: None)  # all ranks see the same
-    agent = make_agent(script, obs_size=2)
+def test_statistics_keep_their_digits(script):
+    """One feature that never changes, far from 0, and one of variance 4 around it: after many rollouts the variances
+    are still those, and what is normalised is a number."""
+    rms = script.RunningMeanStd((2,))
     rows = torch.tensor([[1e8, 1e8 - 2], [1e8, 1e8 + 2]], dtype=torch.float64).expand(50, 2, 2)
-    for _ in range(200):
-        center, before = agent.obs_rms.mean.clone(), agent.obs_rms.sums(agent.obs_rms.mean)
-        agent.obs_rms.update(rows)
-        agent.obs_rms.pool(center, before)
-    assert agent.obs_rms.count.item() == pytest.approx(200 * 8 * 100)
+    for _ in range(1600):
+        rms.update(rows)
+    assert rms.count.item() == pytest.approx(160_000)
     # 1e-4 rows of 0 and variance 1 were there before all others: 1e-4 / 160,000 of (1e8)^2.
-    start = 1e-4 / agent.obs_rms.count.item() * 1e16
-    torch.testing.assert_close(agent.obs_rms.var - start, torch.tensor([0.0, 4.0]).double(), atol=0.1, rtol=0)
+    start = 1e-4 / rms.count.item() * 1e16
+    torch.testing.assert_close(rms.var - start, torch.tensor([0.0, 4.0]).double(), atol=0.1, rtol=0)
+    agent = make_agent(script, obs_size=2)
+    agent.obs_rms.load_state_dict(rms.state_dict())
     assert agent.normalize_obs(rows).isfinite().all()
+
+
+def test_ranks_have_the_statistics_of_all_rows(script, monkeypatch):
+    """Three ranks, here threads, see different rows: each of them ends with the statistics of one process that sees
+    all rows, whether those come in one rollout or in four."""
+    torch.manual_seed(0)
+    ranks, barrier, shared = range(3), threading.Barrier(3, timeout=60), {}
+
+    def average_over_ranks(x):
+        shared[threading.get_ident()] = x.clone()
+        barrier.wait()
+        mean = torch.stack([*shared.values()]).mean(0)
+        barrier.wait()
+        return x.copy_(mean)
+
+    rollouts = torch.randn(4, 3, 20, 5, 2, dtype=torch.float64) * 3 + torch.arange(4.0).view(4, 1, 1, 1, 1) ** 3
+    rollouts += torch.arange(3.0).view(1, 3, 1, 1, 1) * 10  # the ranks differ most in their means
+    alone, of_ranks = script.RunningMeanStd((2,)), [script.RunningMeanStd((2,)) for _ in ranks]
+    alone.update(rollouts)
+    monkeypatch.setattr(script.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(script, "average_over_ranks", average_over_ranks)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda rank: [of_ranks[rank].update(rollout[rank]) for rollout in rollouts], ranks))
+    for rms in of_ranks:
+        torch.testing.assert_close(rms.state_dict(), alone.state_dict(), atol=1e-9, rtol=1e-9)
 
 
 def test_sparse_rewards_are_normalised(script):
     """Returns of 0 at first, of a million later in the same rollout."""
     rewards = torch.zeros(128, 4)
     rewards[100] = torch.tensor([1e6, -7e5, 3e5, 9e5])
-    rms, running = script.RunningMeanStd((1,)), torch.zeros(4, dtype=torch.float64)
+    rms, running = script.RunningMeanStd(()), torch.zeros(4, dtype=torch.float64)
     normalised = script.normalize_rewards(rms, running, rewards, torch.zeros(128, 4, dtype=torch.bool), 0.99)
     assert normalised.isfinite().all() and (normalised != 0).sum() == 4
 
@@ -128,20 +155,25 @@ def test_predict_takes_what_environments_give(script):
 
 @pytest.mark.parametrize("rollout", [6, 3, 1])
 def test_reward_normalisation(script, rollout):
-    """However the steps are cut into rollouts."""
+    """However the steps are cut into rollouts, the variance at the end of a rollout is that of SB3 after its last step.
+    It divides all rewards of the rollout; so with rollouts of one step the rewards are those of SB3."""
     inputs, expected = golden("reward_norm_sb3")
-    rms, running = script.RunningMeanStd((1,)), torch.zeros(2, dtype=torch.float64)
-    normalised = [
-        script.normalize_rewards(rms, running, rewards, ended.bool(), inputs["gamma"])
-        for rewards, ended in zip(inputs["rewards"].split(rollout), inputs["dones"].split(rollout))
-    ]
-    torch.testing.assert_close(torch.cat(normalised), expected["normalised"], atol=1e-7, rtol=0)
-    torch.testing.assert_close(rms.var.item(), float(expected["var_after_each"][-1]), atol=1e-7, rtol=0)
+    rms, running = script.RunningMeanStd(()), torch.zeros(2, dtype=torch.float64)
+    normalised = []
+    for last in range(rollout - 1, 6, rollout):
+        rewards, ended = (inputs[name][last + 1 - rollout : last + 1] for name in ("rewards", "dones"))
+        normalised.append(script.normalize_rewards(rms, running, rewards, ended.bool(), inputs["gamma"]))
+        torch.testing.assert_close(rms.var, expected["var_after_each"][last], atol=1e-7, rtol=0)
+        torch.testing.assert_close(normalised[-1], rewards / (rms.var + 1e-8).sqrt(), atol=1e-7, rtol=0)
+    if rollout == 1:
+        torch.testing.assert_close(torch.cat(normalised), expected["normalised"], atol=1e-7, rtol=0)
     torch.testing.assert_close(running, expected["returns_before_reset"][-1], atol=1e-7, rtol=0)
 
 
-def test_reward_normalisation_of_sb3(script):
-    """VecNormalize on the same random rewards, 200 steps, 5 environments."""
+@pytest.mark.parametrize("rollout", [1, 20, 200])
+def test_reward_normalisation_of_sb3(script, rollout):
+    """VecNormalize on the same random rewards, 200 steps, 5 environments: its deviation at the end of a rollout divides
+    all rewards of the rollout."""
     from stable_baselines3.common.vec_env import VecNormalize
 
     rng = np.random.default_rng(0)
@@ -157,10 +189,14 @@ def test_reward_normalisation_of_sb3(script):
 
     sb3 = VecNormalize(Rewards(), norm_obs=False, gamma=0.97)
     sb3.returns = np.zeros(5)
-    theirs = np.stack([sb3.step_wait()[1] for _ in range(200)])
-    rms, running = script.RunningMeanStd((1,)), torch.zeros(5, dtype=torch.float64)
-    ours = script.normalize_rewards(rms, running, torch.tensor(rewards), torch.tensor(ended), 0.97)
-    np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-6)
+    rms, running = script.RunningMeanStd(()), torch.zeros(5, dtype=torch.float64)
+    for start in range(0, 200, rollout):
+        raw, ends = rewards[start : start + rollout], ended[start : start + rollout]
+        for _ in range(rollout):
+            _, last_of_sb3, _, _ = sb3.step_wait()
+        ours = script.normalize_rewards(rms, running, torch.tensor(raw), torch.tensor(ends), 0.97).numpy()
+        np.testing.assert_allclose(ours[-1], last_of_sb3, atol=1e-6)
+        np.testing.assert_allclose(ours, np.clip(raw / np.sqrt(sb3.ret_rms.var + 1e-8), -10, 10), atol=1e-6)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
@@ -179,6 +215,71 @@ def test_statistics_see_every_observation_once(script, small_args):
     assert off.obs_rms.count.item() == off.return_rms.count.item() == pytest.approx(1e-4)
     raw = torch.full((2, 2), 3.0, dtype=torch.float64)
     assert torch.equal(off.normalize_obs(raw), raw.float())
+
+
+# Four environments in step, episodes of the states 0 to 7 whatever the policy does, rollouts of 12 steps: every rollout
+# has some states twice, and other ones than the rollout before.
+ALIGNED = {"num_envs": 4, "num_steps": 12, "gamma": CHAIN_GAMMA, "update_epochs": 1}
+
+
+def aligned_rows(num_rollouts):
+    """T = 12 * num_rollouts: observations that the policy acts on, (T, 4, 16), and discounted returns, (T, 4)"""
+    states = np.arange(12 * num_rollouts) % 8
+    discounted_return, returns = 0.0, []
+    for state in states:
+        reward = CHAIN_VALUES[state] - CHAIN_GAMMA * CHAIN_VALUES[state + 1]
+        discounted_return = reward + CHAIN_GAMMA * discounted_return * (state > 0)
+        returns.append([discounted_return] * 4)
+    return np.eye(16)[states][:, None].repeat(4, 1), np.array(returns)
+
+
+def statistics_of_sb3(rows):
+    """SB3's RunningMeanStd after one update with all rows (T, N, ...)."""
+    from stable_baselines3.common.running_mean_std import RunningMeanStd
+
+    rms = RunningMeanStd(epsilon=1e-4, shape=rows.shape[2:])
+    if len(rows):
+        rms.update(rows.reshape(-1, *rows.shape[2:]))
+    return rms
+
+
+@pytest.mark.parametrize("num_rollouts", [1, 2, 5])
+def test_statistics_are_those_of_all_raw_rows(script, small_args, num_rollouts):
+    """They are merged once per rollout, and equal those of SB3, which sees the rows of all rollouts at once."""
+    args = small_args(env_id=probe(script, "AlignedChain"), total_timesteps=48 * num_rollouts, **ALIGNED)
+    agent, run_dir = script.train(args)
+    for name, rows in zip(("obs_rms", "return_rms"), aligned_rows(num_rollouts)):
+        theirs = statistics_of_sb3(rows)
+        for ours in (getattr(agent, name), getattr(script.load_agent(run_dir), name)):
+            assert ours.mean.shape == ours.var.shape == rows.shape[2:] and ours.count.shape == ()
+            np.testing.assert_allclose(ours.mean.numpy(), theirs.mean, atol=1e-9)
+            np.testing.assert_allclose(ours.var.numpy(), theirs.var, atol=1e-9)
+            assert ours.count.item() == pytest.approx(theirs.count)
+
+
+def test_a_raw_observation_has_one_form_in_a_rollout(script, small_args, monkeypatch):
+    """All observations of a rollout, those after its last step and final ones too, are normalised by the statistics of
+    the rollouts before; in the first rollout by mean 0 and variance 1."""
+    original, rollouts = script.estimate_advantages, []
+
+    def spy(agent, *rollout):
+        rollouts.append([x.clone().numpy() for x in rollout[:3]])
+        return original(agent, *rollout)
+
+    monkeypatch.setattr(script, "estimate_advantages", spy)
+    args = small_args(env_id=probe(script, "AlignedChain"), total_timesteps=48 * 5, **ALIGNED)
+    without_memory(script, args, monkeypatch)
+    script.train(args)
+    assert len(rollouts) == 5
+    raw, _ = aligned_rows(6)
+    for i, (obs, last_obs, final_obs) in enumerate(rollouts):
+        rms = statistics_of_sb3(raw[: 12 * i])
+        expected = lambda x, rms=rms: np.clip((x - rms.mean) / np.sqrt(rms.var + 1e-8), -10, 10)  # noqa: E731
+        assert len(np.unique(obs.reshape(48, 16), axis=0)) == 8
+        np.testing.assert_allclose(obs, expected(raw[12 * i : 12 * i + 12]), atol=1e-5)
+        np.testing.assert_allclose(last_obs, expected(raw[12 * i + 12]), atol=1e-5)
+        num_ends = (12 * i + 12) // 8 - 12 * i // 8
+        np.testing.assert_allclose(final_obs, expected(np.eye(16)[[8] * 4 * num_ends]), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Shaped", "Integers", "OtherTypes"])

@@ -318,7 +318,7 @@ def test_suite_stops_and_waits_for_orphans(tmp_path):
     done = start_suite(tmp_path, "--seeds=1", flags=flags).communicate(timeout=300)[0]
     assert "1 of 1 runs have finished" in done and run_dirs(tmp_path) == [run_dir]
     log = next((tmp_path / "logs").iterdir()).read_text()
-    assert log.count("mean return of the last") == 1
+    assert log.count(" iterations of ") == 2  # the run that was stopped and the orphan, which each print this line once
 
 
 def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):
@@ -518,7 +518,7 @@ def test_learning_runs_each_seed_once(tmp_path, monkeypatch, capsys):
 def test_phases_are_those_of_the_loop(tmp_path):
     """A loop whose simulators and whose log are slow by so much: there the time is found, and nowhere else."""
     script, (contestant, _, _) = phases.load(ROOT / "ppo_discrete.py"), speed.make_cases()["discrete"]["ppo_discrete"]
-    make_envs, write_log = script.make_envs, script.write_log
+    make_envs, log = script.make_envs, script.Run.log
 
     def make_slow_envs(*arguments):
         envs = make_envs(*arguments)
@@ -527,7 +527,7 @@ def test_phases_are_those_of_the_loop(tmp_path):
         return envs
 
     script.make_envs = make_slow_envs
-    script.write_log = lambda *arguments, **flush: (time.sleep(0.256), write_log(*arguments, **flush))[1]  # 128 steps
+    script.Run.log = lambda *arguments: (time.sleep(0.256), log(*arguments))[1]  # 128 steps
     found, lines = phases.profile([*contestant(4 * 512), "--no-compile"], script, tmp_path)
     assert found["simulators"] > 5_000 and 2_000 < found["log"] < 5_000
     assert len(found) == 8 and all(0 < us < 2_000 for phase, us in found.items() if phase not in ("simulators", "log"))

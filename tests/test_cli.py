@@ -1,9 +1,14 @@
 """Command lines: the forms that people and sweeps send, and what happens to bad input."""
 
+import dataclasses
+import importlib
+import json
 import re
-import time
 from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
+import probes
 import pytest
 import torch
 from conftest import SCRIPTS, SMALL, flags_of, probe, run
@@ -61,51 +66,58 @@ def test_defaults_and_overrides(script):
 
 
 BAD = {
-    "unknown environment": ({"env_id": "NoSuchEnv-v0"}, "NoSuchEnv"),
-    "malformed environment": ({"env_id": "no such env!"}, "no such env!"),
-    "module not installed": ({"env_id": "nomodule:NoSuchEnv-v0"}, "nomodule"),
-    "environment of another mujoco": ({"env_id": "Hopper-v3"}, "Hopper-v3"),
+    "unknown environment": ({"env_id": "NoSuchEnv-v0"}, "--env-id NoSuchEnv-v0: "),
+    "malformed environment": ({"env_id": "no such env!"}, "--env-id no such env!: "),
+    "module not installed": ({"env_id": "nomodule:NoSuchEnv-v0"}, "--env-id nomodule:NoSuchEnv-v0: "),
+    "environment of another mujoco": ({"env_id": "Hopper-v3"}, "--env-id Hopper-v3: "),
     "not a number of environments": ({"num_envs": "1.2.3"}, None),
     "fraction of an environment": ({"num_envs": 1.5}, None),
-    "empty name": ({"env_id": ":"}, "--env-id :"),
-    "no vector to see": ({"env_id": "probes:box/Words-v0"}, "cannot be flattened"),
-    "indivisible batch": ({"num_minibatches": 7}, "--num-minibatches 7 must divide num_envs"),
-    "negative size": ({"num_envs": -1}, "--num-envs must be at least 1, not -1"),
-    "zero size": ({"num_steps": 0}, "--num-steps must be at least 1, not 0"),
-    "too short": ({"total_timesteps": 63}, "--total-timesteps 63"),
-    "not a probability": ({"gamma": 1.5}, "--gamma must be between 0 and 1, not 1.5"),
-    "NaN": ({"learning_rate": "nan"}, "--learning-rate must be a finite number"),
-    "negative": ({"clip_coef": -0.1}, "--clip-coef must not be negative"),
-    "negative penalty": ({"kl_coef": -0.1}, "--kl-coef must not be negative"),
-    "negative seed": ({"seed": -1}, "--seed must not be negative"),
-    "huge seed": ({"seed": 2**63}, "--seed must be below 2**63"),
-    "no such device": ({"device": "tpu9"}, "--device tpu9"),
-    "no CUDA": ({"device": "cuda:77"}, "--device cuda:77"),
-    "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),
-    "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt"),
+    "indivisible batch": ({"num_minibatches": 7}, "--num-minibatches 7 must divide a batch of 64, as [2, 4, 8] do"),
+    "negative size": ({"num_envs": -1}, "--num-envs must be a finite number from 1 to inf, not -1"),
+    "zero size": ({"num_steps": 0}, "--num-steps must be a finite number from 1 to inf, not 0"),
+    "no epochs": ({"update_epochs": 0}, "--update-epochs must be a finite number from 1 to inf, not 0"),
+    "no checkpoints": ({"checkpoint_interval": 0}, "--checkpoint-interval must be a finite number from 1"),
+    "too short": ({"total_timesteps": 63}, "--total-timesteps 63 is below num_envs * num_steps = 64"),
+    "not a fraction": ({"gamma": 1.5}, "--gamma must be a finite number from 0 to 1, not 1.5"),
+    "negative fraction": ({"gae_lambda": -0.5}, "--gae-lambda must be a finite number from 0 to 1, not -0.5"),
+    "NaN": ({"learning_rate": "nan"}, "--learning-rate must be a finite number from 0 to inf, not nan"),
+    "infinity": ({"target_kl": "inf"}, "--target-kl must be a finite number from 0 to inf, not inf"),
+    "minus infinity": ({"ent_coef": "-inf"}, "--ent-coef must be a finite number from -inf to inf, not -inf"),
+    "negative": ({"clip_coef": -0.1}, "--clip-coef must be a finite number from 0 to inf, not -0.1"),
+    "negative seed": ({"seed": -1}, "--seed must be a finite number from 0 to inf, not -1"),
+    "nothing to resume": ({"resume": "nowhere"}, "there is no nowhere/checkpoint.pt: give a run folder"),
+    "nothing to evaluate": ({"evaluate": "nowhere"}, "there is no nowhere/checkpoint.pt: give a run folder"),
+}
+BOUNDS = {
+    "above its bound": (
+        {"log_std_init": 0.1, "log_std_min": None, "log_std_max": 0.0},
+        "--log-std-init 0.1 is outside --log-std-min None to --log-std-max 0.0",
+    ),
+    "below its bound": (
+        {"log_std_init": -2.0, "log_std_min": -1.0, "log_std_max": None},
+        "--log-std-init -2.0 is outside --log-std-min -1.0 to --log-std-max None",
+    ),
+    "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
 }
 BAD_FOR = {
     "ppo_continuous": {
         "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has Discrete actions: use ppo_discrete.py"),
-        "above its bound": ({"log_std_init": 0.1, "log_std_max": 0}, "--log-std-init 0.1 is above --log-std-max 0.0"),
-        "below its bound": ({"log_std_init": -2, "log_std_min": -1}, "--log-std-init -2.0 is below --log-std-min -1.0"),
-        "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
+        "several choices": ({"env_id": "discrete/Target-v0"}, "has MultiDiscrete actions: use ppo_discrete.py"),
+        **BOUNDS,
     },
     "ppo_discrete": {
         "wrong action space": ({"env_id": "Pendulum-v1"}, "Pendulum-v1 has Box actions: use ppo_continuous.py"),
-        "no such game": ({"env_id": "ALE/NoGame-v5"}, "NoGame"),
-        "game of another name": ({"env_id": "PongNoFrameskip-v4"}, "ALE/NAME-v5"),
-        "game of an older name": ({"env_id": "ale_py:Pong-v4"}, "ALE/NAME-v5"),
+        "no such game": ({"env_id": "ALE/NoGame-v5"}, "--env-id ALE/NoGame-v5: "),
+        "game of another name": ({"env_id": "PongNoFrameskip-v4"}, "Atari games are called ALE/NAME-v5 here"),
     },
     "ppo_rnn": {
         "columns that cannot be cut": (
             {"num_minibatches": 8, "num_steps": 32},
-            "--num-minibatches 8 must divide num_envs = 4",
+            "--num-minibatches 8 must divide num_envs = 4, as [1, 2, 4] do",
         ),
+        "indivisible batch": ({"num_minibatches": 3}, "--num-minibatches 3 must divide num_envs = 4, as [1, 2, 4] do"),
         "no such cell": ({"cell": "rnn"}, None),
-        "above its bound": ({"log_std_init": 0.1, "log_std_max": 0}, "--log-std-init 0.1 is above --log-std-max 0.0"),
-        "below its bound": ({"log_std_init": -2, "log_std_min": -1}, "--log-std-init -2.0 is below --log-std-min -1.0"),
-        "integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of real numbers is needed"),
+        **BOUNDS,
     },
 }
 CASES = [(name, case) for name in SCRIPTS for case in [*BAD, *BAD_FOR[name]]]
@@ -151,13 +163,6 @@ def test_bad_input_in_a_process_of_its_own(script, tmp_path):
     assert run(script.__name__, "--num-envs", "many").returncode == 2
 
 
-def test_runs_dir_that_cannot_be_written(script, small_args, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    flags = flags_of(**vars(small_args()) | {"runs_dir": tmp_path / "file", "resume": None})
-    flags = [flag for flag in flags if not flag.endswith("=None")]
-    assert_one_line(call_main(script, flags, monkeypatch, capsys), "--runs-dir")
-
-
 @pytest.fixture
 def run_dir(script, small_args):
     return script.train(small_args())[1]
@@ -187,31 +192,90 @@ def test_damaged_checkpoint(script, run_dir, flag, damage, monkeypatch, capsys):
     assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
 
 
-def test_checkpoint_of_another_script(script, run_dir, monkeypatch, capsys):
-    path = run_dir / "checkpoint.pt"
-    torch.save(torch.load(path) | {"script": "ppo_other"}, path)
-    assert_one_line(call_main(script, ["--resume", run_dir], monkeypatch, capsys), "ppo_other.py")
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_checkpoint_of_another_script(script, flag, tmp_path, monkeypatch, capsys):
+    name = SCRIPTS[SCRIPTS.index(script.__name__) - 1]
+    other = importlib.import_module(name)
+    _, run_dir = other.train(other.Args(env_id=probe(other), runs_dir=str(tmp_path), **SMALL))
+    finished = call_main(script, [flag, run_dir], monkeypatch, capsys)
+    assert_one_line(finished, "checkpoint.pt is damaged, or from another script or version")
 
 
-@pytest.mark.parametrize("flag", ["--num-envs=8", "--no-norm-obs"])
-def test_resume_with_what_cannot_change(script, run_dir, flag, monkeypatch, capsys):
-    finished = call_main(script, ["--resume", run_dir, flag], monkeypatch, capsys)
-    assert_one_line(finished, flag.replace("no-", "").split("=")[0])
-
-
-@pytest.mark.parametrize("flag", ["--env-id=CartPole-v1", "--no-norm-obs", "--gamma=0.5"])
-def test_evaluate_takes_no_flags_of_training(script, run_dir, flag, monkeypatch, capsys):
-    finished = call_main(script, ["--evaluate", run_dir, flag], monkeypatch, capsys)
-    assert_one_line(finished, "not " + flag.replace("no-", "").split("=")[0])
-
-
-def test_resume_of_a_finished_run_changes_nothing(script, run_dir, monkeypatch):
-    before = script.load_checkpoint(run_dir), (run_dir / "episodes.csv").read_text()
-    monkeypatch.setattr("sys.argv", [script.__name__, "--resume", str(run_dir)])
+def test_resume_with_other_arguments(script, run_dir, monkeypatch):
+    """What is given again applies, everything else stays as it was."""
+    before = script.load_checkpoint(run_dir)["args"]
+    flags = ["--resume", str(run_dir), "--total-timesteps=512", "--gamma=0.5", "--num_envs=8", "--no-norm-obs"]
+    monkeypatch.setattr("sys.argv", [script.__name__, *flags])
     script.main()
-    after = script.load_checkpoint(run_dir), (run_dir / "episodes.csv").read_text()
-    torch.testing.assert_close(after[0]["agent"].state_dict(), before[0]["agent"].state_dict(), atol=0, rtol=0)
-    assert after[1] == before[1]
+    saved = script.load_checkpoint(run_dir)
+    changes = {"resume": str(run_dir), "total_timesteps": 512, "gamma": 0.5, "num_envs": 8, "norm_obs": False}
+    assert saved["args"] == dataclasses.replace(before, **changes) and saved["global_step"] == 512
+    assert json.loads((run_dir / "args.json").read_text()) == vars(saved["args"])
+
+
+def test_evaluate_with_other_arguments(script, run_dir, monkeypatch, capsys):
+    """Those of the run apply, except those given again. Nothing is trained or written."""
+
+    def evaluate(*flags):
+        monkeypatch.setattr("sys.argv", [script.__name__, "--evaluate", str(run_dir), "--eval-episodes=20", *flags])
+        script.main()
+        return capsys.readouterr().out.splitlines()[-2].removeprefix("returns: ")
+
+    files = {path: path.read_bytes() for path in run_dir.iterdir()}
+    agent, saved = script.load_agent(run_dir), script.load_checkpoint(run_dir)["args"]
+
+    def expected(env_id, seed, deterministic):
+        return " ".join(f"{x:.1f}" for x in script.evaluate(agent, env_id, 20, seed, deterministic))
+
+    first = evaluate()
+    assert first == expected(saved.env_id, saved.seed, saved.eval_deterministic)
+    assert first != evaluate("--seed=9") == expected(saved.env_id, 9, saved.eval_deterministic)
+    assert first != evaluate("--no-eval-deterministic") == expected(saved.env_id, saved.seed, False)
+    assert first != evaluate(f"--env-id={probe(script, 'Shifted')}", "--gamma=0.5", "--num-envs=1")
+    assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
+
+
+class Shifted(probes.Target):
+    """Rewards of 1 more."""
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, reward + 1, *rest
+
+
+class NanReset(probes.Target):
+    """Observes NaN: at its 10th reset, or at its first one."""
+
+    def __init__(self, discrete, number):
+        super().__init__(discrete)
+        self.number = number
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.number -= 1
+        return obs * np.nan if self.number == 0 else obs, info
+
+    def step(self, action):  # not the one above, which refuses NaN
+        return self.target.copy(), 0.0, True, False, {}
+
+
+for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/Shifted-v0", Shifted, kwargs={"discrete": discrete})
+    gym.register(f"{name}/NanFirst-v0", NanReset, kwargs={"discrete": discrete, "number": 1})
+    gym.register(f"{name}/NanReset-v0", NanReset, kwargs={"discrete": discrete, "number": 10})
+
+
+@pytest.mark.parametrize(
+    "name, where", [("NanFirst", ""), ("NanReset", "NanReset-v0 returned NaN or infinity in step 36")]
+)
+def test_environment_that_resets_to_nan(script, small_args, name, where, capsys):
+    """One line, code 1, no checkpoint."""
+    args = small_args(env_id=probe(script, name), norm_obs=False)
+    with pytest.raises(SystemExit) as exit:
+        script.train(args)
+    (error,) = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 1 and "NaN or infinity" in error and where in error
+    assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
 @pytest.mark.parametrize("where", ["Obs", "Reward"])
@@ -221,54 +285,44 @@ def test_environment_that_returns_nan(script, small_args, where, capsys):
     with pytest.raises(SystemExit) as exit:
         script.train(args)
     error = capsys.readouterr().err
-    assert exit.value.code == 1 and re.search(r"Nan\S+ gave NaN or infinity in step 1200", error), error
+    assert exit.value.code == 1 and re.search(r"Nan\S+ returned NaN or infinity in step 1200", error), error
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
-    assert saved["iteration"] == 300 // args.num_steps
+    assert saved["global_step"] == 1200 // 64 * 64
     assert all(tensor.isfinite().all() for tensor in saved["agent"].state_dict().values())
 
 
-def test_disk_full(script, small_args, monkeypatch, capsys):
-    """The second checkpoint cannot be written: one line, code 1, and the first is still there."""
-    original, calls = torch.save, []
-
-    def full(checkpoint, path):
-        calls.append(1)
-        if len(calls) == 2:
-            path.write_bytes(b"half of it")
-            raise OSError(28, "No space left on device")
-        original(checkpoint, path)
-
-    monkeypatch.setattr(torch, "save", full)
-    args = small_args(checkpoint_interval=1)
-    with pytest.raises(SystemExit) as exit:
-        script.train(args)
-    assert exit.value.code == 1 and "No space left on device" in capsys.readouterr().err
-    (run_dir,) = Path(args.runs_dir).iterdir()
-    assert script.load_checkpoint(run_dir)["iteration"] == 1
-
-
-def test_without_a_compiler(script, tmp_path):
-    """No C++ compiler: said once, and the run goes on in eager mode."""
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/no/such/compiler"}
-    flags = flags_of(env_id="probes:" + probe(script), runs_dir=tmp_path / "runs", **SMALL | {"compile": True})
-    finished = run(script.__name__, *flags, **cache)
+def test_wandb(script, tmp_path):
+    """--track, offline: the run's own folder holds a wandb run of its name, with the metrics and the arguments. Behind
+    --resume it is the same run of wandb."""
+    flags = flags_of(env_id="probes:" + probe(script), runs_dir=tmp_path, wandb_project_name="hill", **SMALL)
+    finished = run(script.__name__, "--track", *flags, WANDB_MODE="offline")
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr.count("--compile does not work here") == 1 and "Traceback" not in finished.stderr
+    (run_dir,) = tmp_path.iterdir()
+    (record,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    assert record.name == f"run-{run_dir.name}.wandb"
+    content = record.read_bytes()
+    for key in ("losses/value_loss", "charts/last_100_return", "charts/learning_rate", "global_step", "gamma", "hill"):
+        assert key.encode() in content, key
+    # Each of the 4 iterations is there, not only the last one.
+    assert content.count(b"losses/value_loss") >= 4
+    if script.__name__ != "ppo_continuous":
+        return  # the rest takes long
+    finished = run(script.__name__, "--resume", run_dir, "--total-timesteps=512", WANDB_MODE="offline")
+    assert finished.returncode == 0, finished.stderr
+    records = list((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {path.name for path in records} == {record.name}
 
 
-def test_wandb(script, small_args, tmp_path, monkeypatch):
-    """--track, offline: the run's own folder holds a wandb run with the metrics."""
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_wandb_of_two_runs_in_one_process(script, small_args, monkeypatch):
+    """Each train(args) has a run of its own, and its file is complete when train returns."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    _, run_dir = script.train(small_args(track=True))
-    (record,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
-    keys = (b"losses/value_loss", b"charts/last_100_return", b"charts/learning_rate")
-    for _ in range(300):  # wandb's own process writes the file, on a busy machine seconds later
-        if all(key in record.read_bytes() for key in keys):
-            return
-        time.sleep(0.1)
-    raise AssertionError("wandb's file lacks metrics")
+    for seed in (1, 2):
+        _, run_dir = script.train(small_args(track=True, seed=seed))
+        (record,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+        assert b"losses/value_loss" in record.read_bytes()
 
 
 # What draws without a display.
@@ -286,13 +340,3 @@ def test_video(script, tmp_path):
     assert finished.returncode == 0, finished.stderr
     videos = list((run_dir / "videos").glob("*.mp4"))
     assert len(videos) == 3 and all(path.stat().st_size > 1000 for path in videos)
-
-
-def test_video_of_what_cannot_be_drawn(script, small_args, tmp_path, monkeypatch, capsys):
-    flags = flags_of(env_id=probe(script), runs_dir=tmp_path / "none", capture_video=True, **SMALL)
-    assert_one_line(call_main(script, flags, monkeypatch, capsys), "--capture-video")
-    assert not (tmp_path / "none").exists()
-    _, run_dir = script.train(small_args())
-    assert_one_line(
-        call_main(script, ["--evaluate", run_dir, "--capture-video"], monkeypatch, capsys), "--capture-video"
-    )

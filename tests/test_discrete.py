@@ -582,9 +582,7 @@ def test_first_iteration_of_cleanrl(args, monkeypatch):
     flags = "--clip-vloss --no-norm-obs --no-norm-reward --update-epochs 4 --num-minibatches 4 --learning-rate 2.5e-4"
     cleanrl = script.parse_args([*flags.split(), "--ent-coef=0.01", "--num-envs=4"])
     cleanrl.num_steps, cleanrl.total_timesteps = T, T * N
-    agent, _ = script.train(
-        args(**vars(cleanrl) | {"runs_dir": args().runs_dir, "compile": False, "resume_episodes": False})
-    )
+    agent, _ = script.train(args(**vars(cleanrl) | {"runs_dir": args().runs_dir, "compile": False}))
     assert len(found) == len(expected["minibatches"]) == 16
     for ours, theirs in zip(found, expected["minibatches"]):
         assert ours == pytest.approx(theirs, abs=1e-6)

@@ -20,7 +20,7 @@ def requirements(path):
 def test_script_header_agrees_with_requirements(script):
     """PEP 723: what `uv run` installs is what requirements.txt says, every entry with a lower and an upper bound."""
     block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / f"{script.__name__}.py").read_text(), re.M | re.S)[1]
-    header = set(re.findall(r'"(.+)",', block.split("dependencies")[1]))
+    header = set(re.findall(r'"([^"]+)"', block.split("dependencies")[1]))
     assert header == requirements(ROOT / "requirements.txt")
     for requirement in header | requirements(ROOT / "tests" / "requirements.txt"):
         assert re.fullmatch(r"[\w\[\]-]+>=[\d.]+,<[\d.]+", requirement), requirement
@@ -168,8 +168,11 @@ def test_importing_does_nothing(script, tmp_path):
 
 def test_same_phases_in_the_same_order(script):
     text = (ROOT / f"{script.__name__}.py").read_text()
-    phases = ["setup", "storage", "rollout", "advantages", "update", "log", "checkpoint"]
+    parts = ["agent", "advantages and losses", "train", "services: no PPO from here to the end"]
+    phases = ["set-up", "storage", "rollout", "advantages", "update", "log and save"]
+    assert re.findall(r"# ={20,} (.+)", text) == parts
     assert re.findall(r"# -{20,} (.+)", text) == phases
+    assert all(f"*{phase}*" in README for phase in phases)
 
 
 def test_every_flag_is_explained(script):

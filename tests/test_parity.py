@@ -1,20 +1,27 @@
 """What the scripts share is the same text in each of them. `python tests/test_parity.py` copies it from the first one
-that has it into the others."""
+that has it into the others. The variants are not compared: until they are rebuilt they keep a text of their own.
+
+A script also stays short, and carries comments."""
 
 import ast
 import itertools
+import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
-VARIANTS = "variants/ppo_gpu_sim", "variants/ppo_rlhf"  # siblings of ppo_continuous.py
-# What is about actions, observations or the command line of one script. All else that has one name has one text.
-OWN = {"Args", "Agent", "check_args", "evaluate", "load_checkpoint", "make_envs", "make_evaluation_env", "parse_args"}
-OWN |= {"load_agent", "ppo_loss", "train"}
-OWN_OF_VARIANTS = {"main", "mlp"}
+# What is about actions, observations or memory. All else that has one name has one text.
+OWN = {"Args", "Agent", "VectorMember", "check_args", "evaluate", "load_agent", "load_checkpoint", "make_envs"}
+OWN |= {"parse_args", "ppo_loss", "train"}
+# Lines of each script: down to the end of `train`, of the whole file, of `train` itself.
+# The goals for whole files are 760, 840 and 980, for the second diff 420. They are not reached yet; nothing may grow.
+CEILINGS = {"ppo_continuous": (540, 840, 200), "ppo_discrete": (600, 940, 210), "ppo_rnn": (720, 1080, 230)}
+# Changed lines that `diff` shows between siblings.
+DIFFERENCES = {("ppo_continuous", "ppo_discrete"): 366, ("ppo_discrete", "ppo_rnn"): 480}
 
 
 def definitions(path):
@@ -41,15 +48,6 @@ def test_shared_text(one, other):
     assert not different, f"{different} differ: python tests/test_parity.py copies them from {one}.py"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_shared_text_of_variants(variant):
-    canonical, copy = definitions(ROOT / "ppo_continuous.py"), definitions(ROOT / f"{variant}.py")
-    shared = canonical.keys() & copy.keys() - OWN - OWN_OF_VARIANTS
-    assert {"fail", "average_over_ranks", "save_checkpoint"} <= shared
-    different = [name for name in shared if canonical[name] != copy[name]]
-    assert not different, f"{different} differ: python tests/test_parity.py copies them from ppo_continuous.py"
-
-
 @pytest.mark.parametrize("one, other", PAIRS)
 def test_same_order(one, other):
     """So that `diff` shows what differs, and nothing else."""
@@ -57,13 +55,36 @@ def test_same_order(one, other):
     assert [name for name in canonical if name in copy] == [name for name in copy if name in canonical]
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_line_ceilings(name):
+    text = (ROOT / f"{name}.py").read_text()
+    (train,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "train")
+    lines = train.end_lineno, len(text.splitlines()), train.end_lineno - train.lineno + 1
+    assert all(count <= ceiling for count, ceiling in zip(lines, CEILINGS[name])), f"{lines}, not {CEILINGS[name]}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_share_of_comments(name):
+    """At least 15% of the lines carry one; the help of Args counts."""
+    with tokenize.open(ROOT / f"{name}.py") as file:
+        tokens = list(tokenize.generate_tokens(file.readline))
+    commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    assert len(commented) >= 0.15 * len((ROOT / f"{name}.py").read_text().splitlines())
+
+
+@pytest.mark.parametrize("one, other", DIFFERENCES)
+def test_siblings_are_small_diffs(one, other):
+    diff = subprocess.run(["diff", ROOT / f"{one}.py", ROOT / f"{other}.py"], capture_output=True, text=True)
+    changed = [line for line in diff.stdout.splitlines() if line.startswith(("<", ">"))]
+    assert 0 < len(changed) <= DIFFERENCES[one, other]
+
+
 if __name__ == "__main__":
-    for one, other in PAIRS + [("ppo_continuous", variant) for variant in VARIANTS]:
-        own = OWN | OWN_OF_VARIANTS if other in VARIANTS else OWN
+    for one, other in PAIRS:
         canonical, path = definitions(ROOT / f"{one}.py"), ROOT / f"{other}.py"
         text = path.read_text()
         for name, source in definitions(path).items():
-            if name in canonical and name not in own and source != canonical[name]:
+            if name in canonical and name not in OWN and source != canonical[name]:
                 text = text.replace(source, canonical[name])
                 print(f"{other}.py: {name}", file=sys.stderr)
         path.write_text(text)

@@ -2,151 +2,103 @@
 
 import csv
 import os
-import platform
-import random
-import re
-import shlex
-import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_ENV, ROOT, TESTS, flags_of, probe
+from conftest import ACTIONS, ROOT, TESTS, flags_of, probe, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 SETTINGS = {"total_timesteps": 512, "num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 3}
-SETTINGS |= {"compile": False, "learning_rate": 1e-2, "norm_obs": True, "norm_reward": True}
+SETTINGS |= {"compile": False, "learning_rate": 1e-2}
+GAMMA, TARGET_KL = 0.9, 0.01
 
 
-def start(*command, **more):
+def start(*command):
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*TORCHRUN, *map(str, command)], env=environment, **pipes, **more)
+    return subprocess.Popen([*TORCHRUN, *map(str, command)], env=environment, **pipes)
 
 
-@pytest.mark.parametrize(
-    "script, shared_memory",
-    [("ppo_continuous", True), ("ppo_continuous", False), ("ppo_discrete", True), ("ppo_rnn", True)],
-    indirect=["script"],
-)
-def test_two_ranks_train_as_one(script, tmp_path, monkeypatch, shared_memory):
-    """After every update both have the same parameters and statistics, to the bit, and these are those of all that both
-    have seen; their environments differ; gradients are averaged; the KL limit ends an update for both in the same
-    minibatch, though one of them alone would have gone on."""
-    if not shared_memory:
-        monkeypatch.setenv("WITHOUT_SHARED_MEMORY", "1")
-    flags = flags_of(**SETTINGS, target_kl=0.01, env_id=f"probes:{probe(script)}", runs_dir=tmp_path / "runs")
+def moments(rows):
+    """Mean and variance of all rows, behind a count of 1e-4 of rows with mean 0 and variance 1."""
+    count = len(rows) + 1e-4
+    mean = rows.sum(0) / count
+    return mean, ((rows - mean) ** 2).sum(0) / count + 1e-4 * (1 + mean**2) / count
+
+
+def discounted_returns(rewards, ends):
+    """Those of one environment, step by step, each with what was before it in its episode."""
+    returns, value = [], 0.0
+    for reward, end in zip(rewards, ends):
+        value = reward + GAMMA * value
+        returns.append(value)
+        value = 0.0 if end else value
+    return returns
+
+
+def test_two_ranks_train_as_one(script, tmp_path):
+    """After every update both have the same weights, to the bit. Their statistics are those of all that both have seen,
+    their environments differ, gradients are averaged, and the KL limit ends an update for both in the same
+    minibatch."""
+    env_id = f"{ACTIONS[script.__name__]}/Recorded-v0"
+    flags = flags_of(
+        **SETTINGS, env_id=env_id, gamma=GAMMA, target_kl=TARGET_KL, stagger_envs=True, runs_dir=tmp_path / "runs"
+    )
     process = start(TESTS / "ranks.py", script.__name__, tmp_path, *flags)
     printed = process.communicate(timeout=200)[0]
     assert process.returncode == 0, printed
-    ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)]
-    assert len(ranks[0]["parameters"]) == 4
-    for name in ("parameters", "gradients"):
-        assert len(ranks[0][name]) == len(ranks[1][name])
-        assert all(torch.equal(*pair) for pair in zip(*(rank[name] for rank in ranks)))
-    assert not torch.equal(ranks[0]["parameters"][0], ranks[0]["parameters"][-1])
-    assert 4 < len(ranks[0]["gradients"]) < 4 * 6 and ranks[0]["kls"] == ranks[1]["kls"]
-    own = [torch.stack(rank["own_gradients"]) for rank in ranks]
-    assert not torch.equal(*own)
-    torch.testing.assert_close(torch.stack(ranks[0]["gradients"]), (own[0] + own[1]) / 2)
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
-    for one, other in zip(*(rank["statistics"] for rank in ranks)):
-        assert all(torch.equal(*pair) for a, b in zip(one, other) for pair in zip(a, b))
-    seen = [torch.cat(rank["observations"]) for rank in ranks]
-    everything = torch.cat(seen).double()
-    (mean, variance, count), (_, _, returns) = ranks[0]["statistics"][-1]
-    assert float(count) == pytest.approx(len(everything)) and float(returns) == pytest.approx(512)
-    torch.testing.assert_close(mean, everything.mean(0), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(variance, everything.var(0, correction=0), atol=1e-5, rtol=1e-4)
-    assert not torch.equal(*seen)
+    one, other = (rank["weights"] for rank in ranks)
+    assert len(one) == len(other) == 4
+    torch.testing.assert_close(one, other, atol=0, rtol=0)
+    assert not torch.equal(one[0]["actor.0.weight"], one[3]["actor.0.weight"])
 
+    # Each had gradients of its own, from data of its own; both took the mean of the two.
+    assert len(ranks[0]["averaged"]) == len(ranks[1]["averaged"])
+    size, gradients = sum(weights.numel() for weights in one[0].values()), 0
+    for (own, mean), (other_own, other_mean) in zip(*(rank["averaged"] for rank in ranks)):
+        assert torch.equal(mean, other_mean)
+        torch.testing.assert_close(mean, (own + other_own) / 2)
+        gradients += own.numel() == size and not torch.equal(own, other_own)
+    assert gradients == len(ranks[0]["kls"])
+
+    assert ranks[0]["minibatches"] == ranks[1]["minibatches"]
+    kls, first, stopped = np.mean([rank["kls"] for rank in ranks], axis=0), 0, 0
+    for end in ranks[0]["minibatches"]:
+        update, first = kls[first:end], end
+        assert update[0] < 1e-6 and (update[:-1] <= 1.5 * TARGET_KL).all()
+        assert update[-1] > 1.5 * TARGET_KL or len(update) == 6
+        stopped += len(update) < 6
+    assert stopped and ranks[0]["kls"][1:] != ranks[1]["kls"][1:]
+
+    members = [member for rank in ranks for member in rank["members"]]
+    assert len({seed for seed, *_ in members}) == len(members) == 8
+    rows = np.concatenate([obs for _, obs, _, _ in members]).astype(np.float64)
+    returns = np.concatenate([discounted_returns(rewards, ends) for _, _, rewards, ends in members])
+    assert len(rows) == len(returns) == 512
+    for rank in ranks:
+        for name, expected in (("obs_rms", rows), ("return_rms", returns)):
+            mean, variance = moments(expected)
+            np.testing.assert_allclose(rank["agent"][f"{name}.mean"], mean, rtol=1e-9)
+            np.testing.assert_allclose(rank["agent"][f"{name}.var"], variance, rtol=1e-9)
+            assert float(rank["agent"][f"{name}.count"]) == pytest.approx(512)
+
+    # Eight environments at eight steps of the limit of 16. Of the first episodes only that of environment 0 is whole.
+    assert [int(np.argmax(ends)) + 1 for _, _, _, ends in members] == [16, 14, 12, 10, 8, 6, 4, 2]
+    assert [rank["has_folder"] for rank in ranks] == [True, False]
     (run_dir,) = (tmp_path / "runs").iterdir()
     with open(run_dir / "episodes.csv") as file:
-        rows = list(csv.DictReader(file))
-    steps = [int(row["global_step"]) for row in rows]
-    assert steps == sorted(steps) and sum(int(row["episodic_length"]) for row in rows) > 400  # of both
-
-
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="what SharedMemory is for")
-@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_shared_memory(script, monkeypatch):
-    """Messages of any length, kind and pace: all get all, also who reads late. A rank that has ended is noticed."""
-    meeting, store = threading.Barrier(3), torch.distributed.HashStore()
-    monkeypatch.setattr(script.dist, "barrier", meeting.wait)
-    monkeypatch.setattr(script.SharedMemory, "row_bytes", 800)
-
-    def message_of(rank, number):
-        length = random.Random(number).randrange(1, 100)
-        return np.random.default_rng([number, rank]).random(length, (np.float32, np.float64)[number % 2])
-
-    wrong = []  # asserted at the end: the others would wait for a thread that fails
-
-    def talk(rank):
-        memory, pace = script.SharedMemory(store, rank, 3), random.Random(rank)
-        for number in range(200):
-            time.sleep(pace.random() * 1e-3)
-            rows = memory.exchange(message_of(rank, number))
-            time.sleep(pace.random() * 1e-3)
-            for other in range(3):
-                expected = message_of(other, number)
-                wrong.append(not np.array_equal(rows[other, : len(expected)], expected))
-        return memory
-
-    with ThreadPoolExecutor(3) as pool:
-        memory, *_ = pool.map(talk, range(3))
-    assert len(wrong) == 3 * 200 * 3 and not any(wrong)
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    memory.processes[1] = gone.pid
-
-    def give_up(*_):
-        raise TimeoutError("waits for ever for a rank that has ended")
-
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(30)
-    with pytest.raises(SystemExit, match=r"^1$"):
-        script.talk_to_ranks(memory.exchange, np.zeros(1))
-    signal.alarm(0)
-
-
-def test_seeds_are_those_of_one_process(script, small_args, tmp_path, monkeypatch):
-    """Ranks split the environments of a single process, its seeds, and when each first episode is cut."""
-    seeds, first_ends = [], []
-
-    class Stop(Exception):
-        pass
-
-    def make_envs(args, num_envs):
-        envs = original(args, num_envs)
-
-        def reset(seed):
-            seeds.append(list(seed))
-            if hasattr(args, "stagger_envs"):
-                first_ends.append(list(envs.get_attr("steps_left")))
-            raise Stop
-
-        envs.reset = reset
-        return envs
-
-    original = script.make_envs
-    monkeypatch.setattr(script, "make_envs", make_envs)
-    monkeypatch.setattr(script, "join_ranks", lambda device: None)
-    for ranks in (1, 2):
-        for rank in range(ranks):
-            monkeypatch.setattr(script, "count_ranks", lambda ranks=ranks: ranks)
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
-            with pytest.raises(Stop):
-                script.train(small_args(num_envs=8, env_id=REAL_ENV[script.__name__]))
-    assert len(set(seeds[0])) == 8 and seeds[1] + seeds[2] == seeds[0]
-    if first_ends:
-        assert first_ends[0] == [125, 250, 375, 500, 625, 750, 875, 1000] == first_ends[1] + first_ends[2]
+        table = list(csv.DictReader(file))
+    steps = [int(row["global_step"]) for row in table]
+    assert steps == sorted(steps) and {row["episodic_length"] for row in table} == {"16"}
+    whole = [sum(rewards[48:][:16]) for _, _, rewards, ends in members[:1]]  # the last episode of environment 0
+    assert len(table) == 4 + 7 * 3 and float(table[-1]["episodic_return"]) == pytest.approx(whole[0], rel=1e-4)
 
 
 def wait_for(condition, seconds=100):
@@ -156,77 +108,50 @@ def wait_for(condition, seconds=100):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "script, restarts",
-    [("ppo_continuous", 0), ("ppo_rnn", 1)],
-    indirect=["script"],
-)
-def test_a_rank_dies(script, tmp_path, restarts):
-    """The job ends with an error, not in a wait for ever. With --max-restarts it goes on from its checkpoint, in the
-    same folder and in mid-episode, and ends as an undisturbed job does, to the bit. The checkpoint of two ranks resumes
-    on one process, which says so."""
-    settings = SETTINGS | {"total_timesteps": 8_192, "checkpoint_interval": 1, "learning_rate": 1e-3}
-    settings["env_id"] = "CartPole-v1" if restarts else f"probes:{probe(script)}"
-    runs_dir = tmp_path / "runs"
-    process = start(
-        f"--max-restarts={restarts}", ROOT / f"{script.__name__}.py", *flags_of(**settings, runs_dir=runs_dir)
-    )
-    wait_for(lambda: list(runs_dir.glob("*/checkpoint.pt")))
-    (run_dir,) = runs_dir.iterdir()
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+def test_a_rank_dies(script, tmp_path):
+    """The job ends with an error, not in a wait for ever. Its checkpoint is whole: one process goes on from it."""
+    settings = SETTINGS | {"total_timesteps": 16_384, "checkpoint_interval": 1, "learning_rate": 1e-3}
+    env_id = f"probes:{probe(script)}"
+    process = start(ROOT / f"{script.__name__}.py", *flags_of(**settings, env_id=env_id, runs_dir=tmp_path))
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    (run_dir,) = tmp_path.iterdir()
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    begun = torch.load(run_dir / "checkpoint.pt", weights_only=True)["global_step"]
     os.kill(int(children[1]), 9)
-    printed = process.communicate(timeout=150)[0]
-    assert (process.returncode == 0) == bool(restarts), printed
-    assert list(runs_dir.iterdir()) == [run_dir]
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert len(checkpoint["rng_states"]) == 2 and begun < 8_000
-    if restarts:
-        assert checkpoint["global_step"] == 8_192
-        undisturbed = start(ROOT / f"{script.__name__}.py", *flags_of(**settings, runs_dir=tmp_path / "undisturbed"))
-        printed = undisturbed.communicate(timeout=150)[0]
-        (whole,) = (tmp_path / "undisturbed").iterdir()
-        agent = torch.load(whole / "checkpoint.pt", weights_only=True)["agent"]
-        assert all(torch.equal(x, agent[name]) for name, x in checkpoint["agent"].items())
-        one, other = (list(csv.reader((path / "episodes.csv").open())) for path in (run_dir, whole))
-        assert len(one) > 100 and [row[:3] for row in one] == [row[:3] for row in other]
-    else:
-        assert checkpoint["global_step"] < 8_192
-        command = [sys.executable, str(ROOT / f"{script.__name__}.py"), "--resume", str(run_dir)]
-        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-        alone = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-        assert alone.returncode == 0, alone.stderr
-        assert re.search("was of 2 ranks, not 1: new random numbers", alone.stdout)
-        assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["global_step"] == 8_192
+    printed = process.communicate(timeout=100)[0]
+    assert process.returncode, printed
+    saved = script.load_checkpoint(run_dir)["global_step"]
+    assert list(tmp_path.iterdir()) == [run_dir] and 0 < saved < 16_384
+    alone = run(script.__name__, "--resume", run_dir, f"--total-timesteps={saved + 256}")
+    assert alone.returncode == 0, alone.stderr
+    assert script.load_checkpoint(run_dir)["global_step"] == saved + 256
+    with open(run_dir / "episodes.csv") as file:
+        steps = [int(row["global_step"]) for row in csv.DictReader(file)]
+    assert steps == [step for step in range(8, saved + 257, 8) for _ in range(8)]  # episodes of one step
+
+
+@pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
+def test_two_ranks_resume(script, tmp_path):
+    """Both take up the learner of one process; they share its environments from then on."""
+    args = script.Args(**SETTINGS, env_id=f"probes:{probe(script)}", runs_dir=str(tmp_path))
+    _, run_dir = script.train(args)
+    process = start(ROOT / f"{script.__name__}.py", "--resume", run_dir, "--total-timesteps=1024")
+    printed = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, printed
+    saved = script.load_checkpoint(run_dir)
+    assert saved["global_step"] == 1024 and float(saved["agent"].obs_rms.count) == pytest.approx(1024)
+    with open(run_dir / "episodes.csv") as file:
+        steps = [int(row["global_step"]) for row in csv.DictReader(file)]
+    assert steps == [step for step in range(8, 1025, 8) for _ in range(8)]
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ({"num_envs": 7}, "--num-envs 7 must be a multiple of the 2 processes of torchrun"),
-        ({"device": "cuda:0"}, "--device cuda:0 under torchrun: give cuda"),
-    ],
-)
-def test_what_ranks_cannot_share(script, tmp_path, flags, words):
-    flags = flags_of(**flags, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
+def test_what_ranks_cannot_share(script, tmp_path):
+    flags = flags_of(num_envs=7, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
     process = start(ROOT / f"{script.__name__}.py", *flags)
     printed = process.communicate(timeout=100)[0]
-    assert process.returncode and words in printed
+    assert process.returncode and "--num-envs 7 must be a multiple of the 2 processes of torchrun" in printed
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_ranks_must_begin_together(script, tmp_path):
-    """One rank finds a checkpoint, the other, on a machine with a disk of its own, none: refused, not waited for."""
-    flags = flags_of(**SETTINGS, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
-    _, run_dir = script.train(script.parse_args(flags))
-    command = [sys.executable, str(ROOT / f"{script.__name__}.py"), *map(str, flags)]
-    resume = f"[ $RANK = 0 ] && set -- --resume {shlex.quote(str(run_dir))}"
-    process = start("--no-python", "sh", "-c", f'{resume}; exec {shlex.join(command)} "$@"')
-    printed = process.communicate(timeout=100)[0]
-    assert process.returncode and "ranks would begin in different iterations" in printed
-    assert list(tmp_path.iterdir()) == [run_dir]
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
@@ -237,8 +162,8 @@ def test_a_signal_to_the_job(script, tmp_path):
     process = start(ROOT / f"{script.__name__}.py", *flags)
     wait_for(lambda: any(len(path.read_text()) > 1000 for path in tmp_path.glob("*/episodes.csv")))
     process.terminate()
-    process.communicate(timeout=100)
-    assert process.returncode
-    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
-    saved = torch.load(checkpoint, weights_only=True)
-    assert saved["global_step"] == saved["iteration"] * 8 * 16 and len(saved["rng_states"]) == 2
+    printed = process.communicate(timeout=100)[0]
+    assert process.returncode and "stopped; go on with --resume" in printed
+    (run_dir,) = tmp_path.iterdir()
+    saved = script.load_checkpoint(run_dir)
+    assert 0 < saved["global_step"] < 10**7 and saved["global_step"] % (8 * 16) == 0
