@@ -529,8 +529,9 @@ def parse_args(argv=None, default=None):
     line = "\0".join(sys.argv[1:] if argv is None else argv)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
-    whole_number = r"(?<=[\0=])\d+(\.0*|\.?\d*[eE]\+?\d+)(?=\0|$)"
-    words = re.sub(whole_number, lambda match: f"{float(match[0]):.17g}", line).split("\0") if line else []
+    whole_number = r"(?<![^\0])(--[^\0=]+[\0=])(\d+(?:\.0*|\.?\d*[eE]\+?\d+))(?=\0|$)"
+    line = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2]):.17g}", line)
+    words = line.split("\0") if line else []
     return tyro.cli(Args, args=words, default=default, description=__doc__.split("\n")[0])
 
 
