@@ -770,7 +770,9 @@ def restore(run_dir, agent, optimizer):
     lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
     saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
     optimizer.load_state_dict(checkpoint["optimizer"])
-    optimizer.param_groups[0]["lr"] = lr.copy_(saved["lr"])  # load_state_dict has put a copy of lr there
+    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
+        lr.copy_(saved["lr"])
+    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put a copy of lr there
     return checkpoint["global_step"], checkpoint["seconds"]
 
 

@@ -423,12 +423,12 @@ def test_desired_kl_waits_for_the_first_step(script, small_args, monkeypatch):
     assert len(kls) == 16 * 4 and not any(kls[::4]) and all(kls[1::4])
 
 
-def test_desired_kl_goes_on_from_its_learning_rate(script, small_args):
-    """--resume --desired-kl goes on with the learning rate that it has come to. --learning-rate is the first one."""
+def test_desired_kl_goes_on_from_a_new_learning_rate(script, small_args):
+    """--desired-kl goes on with the learning rate that it has come to, unless another one is given."""
     # The only minibatch of an iteration is its first one, which changes nothing.
     flags = {"desired_kl": 0.01, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}
     _, run_dir = script.train(small_args(learning_rate=1e-4, **flags))
-    for steps, given, expected in [(192, {}, 1e-4), (256, {"learning_rate": 2e-4}, 1e-4)]:
+    for steps, given, expected in [(192, {}, 1e-4), (256, {"learning_rate": 2e-4}, 2e-4), (320, {}, 2e-4)]:
         args = script.load_checkpoint(run_dir)["args"]
         script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=steps, **given))
         assert scalars(run_dir)["charts/learning_rate"][-1][1] == pytest.approx(expected)
