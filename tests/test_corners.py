@@ -185,6 +185,7 @@ def test_report_passes_over_other_folders(tmp_path, monkeypatch):
             report.write_csv("some", [tmp_path])
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_wandb_run_of_a_folder_called_dot(script, small_args, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
