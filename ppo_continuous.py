@@ -20,8 +20,8 @@ Choices, where implementations of PPO differ (what each one gains: benchmark/NOT
  3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
  4. Values and advantages are computed after the rollout. --recompute-advantages repeats that before every later epoch.
  5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
- 6. --target-kl ends an update before a step whose approximate KL exceeds 1.5 times the target (SB3). --desired-kl
-    adapts the learning rate instead (rsl_rl). --kl-coef adds the approximate KL to the loss.
+ 6. --target-kl ends an update when the approximate KL of a minibatch, before its step, exceeds 1.5 times the target
+    (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
  7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
  8. The environment gets the action clipped to its bounds. The policy learns from the unclipped action.
  9. Many environments and short rollouts (100 x 20), at different steps of their time limits (--stagger-envs).
@@ -211,10 +211,10 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def anneal_std(self, remaining):
-        """--anneal-std: the factor falls from 1 to 0 like cos(pi/2 * progress), progress = 1 - remaining. The factor
-        is not part of log_std: Adam and the bounds see only what is learned."""
+        """--anneal-std scales the standard deviation by sin(pi/2 * remaining): 1 at the start, near 0 at the end.
+        The factor is added after the bounds. This also moves the learned log_std back inside its bounds."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
-        if not self.args.state_dependent_std:  # beyond its bounds it would get no gradient and stay there
+        if not self.args.state_dependent_std:  # outside its bounds its gradient is 0
             self.log_std.copy_(self.clamp_log_std(self.log_std))
 
     def get_action_and_value(self, obs, action=None):
@@ -319,7 +319,7 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # Unbiased for KL(old, new), as the mean of -log_ratio is, with less variance; so is its gradient, for --kl-coef.
+    # An unbiased estimate of KL(old, new), of less variance than the mean of -log_ratio. So is its gradient.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -466,7 +466,7 @@ def train(args, stop_signals=()):
         # Not compiled: E differs between rollouts.
         values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
         old_values, old_returns = values, returns  # of a critic that has not seen these returns
-        if args.norm_obs:  # only now: within an iteration, one raw observation has one normalised form
+        if args.norm_obs:  # all of this iteration are normalised by now
             agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
 
         # ----------------------------------------------------------------------------------------------------- update
@@ -479,7 +479,7 @@ def train(args, stop_signals=()):
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                 gradient, metrics = compute_gradient(*minibatch)
-                if not all_metrics:  # no step yet: the KL is 0, and --desired-kl would follow rounding
+                if not all_metrics:  # no step yet: exactly 0, which adapt_learning_rate ignores
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
@@ -640,7 +640,7 @@ def gather_from_ranks(items):
 
 def compiled(function, args, device):
     """torch.compile, at the first call; nothing with --no-compile. Python numbers are frozen then: to change a value
-    later, write into a tensor. torch's guards are off: checking them in every call takes as long as the networks."""
+    later, write into a tensor. torch's guards, which would notice a change, are off: they take too long."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
     options = {"fallback_random": True}  # the random numbers of eager mode
