@@ -181,21 +181,28 @@ def test_without_masks_the_environment_is_not_obeyed(args):
         script.train(args(env_id="masks/Masked-v0", mask_actions=False))
 
 
-def test_update_sees_the_masks_of_acting(args, monkeypatch):
-    """In the first minibatch every ratio is 1, with masks that differ from state to state; and the masks it has are
-    those that the observations, which show them, had."""
+@pytest.mark.parametrize("norm_obs", [False, True])
+def test_update_sees_the_masks_of_acting(args, monkeypatch, norm_obs):
+    """In the first minibatch of every iteration all ratios are 1, with masks that differ from state to state; and the
+    masks it has are those that the observations, which show them, had."""
     original, minibatches = script.ppo_loss, []
 
-    def spy(*minibatch):
-        loss, metrics = original(*minibatch)
-        minibatches.append((minibatch, metrics))
-        return loss, metrics
+    def spy(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest):
+        with torch.no_grad():  # not the metric: train() sets the first KL of an iteration to 0
+            log_probs = agent.get_action_and_value(mb_obs, mb_actions, rest[-1])[1]
+        minibatches.append((mb_obs, rest[-1], (log_probs - mb_log_probs).exp()))
+        return original(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest)
 
     monkeypatch.setattr(script, "ppo_loss", spy)
-    script.train(args(env_id="masks/Masked-v0", norm_obs=False))
-    for (_, _, _, mb_obs, *_, mb_masks), _ in minibatches:
-        assert mb_masks.any() and torch.equal(mb_masks, mb_obs.bool())
-    assert minibatches[0][1]["approx_kl"] <= 1e-6 and len(minibatches) == 32
+    script.train(args(env_id="masks/Masked-v0", norm_obs=norm_obs))
+    assert len(minibatches) == 4 * 2 * 4  # iterations, epochs, minibatches
+    for mb_obs, mb_masks, _ in minibatches:
+        assert mb_masks.any() and not mb_masks.all()
+        if not norm_obs:
+            assert torch.equal(mb_masks, mb_obs.bool())
+    for _, _, ratio in minibatches[::8]:
+        assert (ratio - 1).abs().max() <= 1e-5
+    assert (minibatches[7][2] - 1).abs().max() > 1e-3  # while the last minibatch finds another agent
 
 
 def test_learns_under_masks(args):
@@ -487,11 +494,15 @@ def test_evaluation_launches_the_ball(monkeypatch):
 def test_protocol_of_the_games(game, sticky, monkeypatch):
     """What ale-py is asked for, and that --sticky-actions reaches the games of training and evaluation."""
     make_vec, make, asked = gym.make_vec, gym.make, []
+    short = {"max_num_frames_per_episode": 200}  # an evaluation of 50 steps
     monkeypatch.setattr(gym, "make_vec", lambda *a, **k: (asked.append(k), make_vec(*a, **k))[1])
-    monkeypatch.setattr(gym, "make", lambda *a, **k: (asked.append(k), make(*a, **k))[1])
+    monkeypatch.setattr(gym, "make", lambda *a, **k: (asked.append(k), make(*a, **k, **short))[1])
     run_dir, _, _ = game("Freeway", total_timesteps=400, sticky_actions=sticky)
-    env = script.make_evaluation_env("ALE/Freeway-v5", False, script.load_agent(run_dir).args.sticky_actions)
-    assert env.observation_space.shape == (4, 84, 84)
+    agent, shapes = script.load_agent(run_dir), []
+    predict = agent.predict
+    agent.predict = lambda obs, *rest: (shapes.append(obs.shape), predict(obs, *rest))[1]
+    script.evaluate(agent, "ALE/Freeway-v5", 1, 0)
+    assert 40 < len(shapes) <= 50 and set(shapes) == {(4, 84, 84)}
     training, evaluation = asked
     assert training["repeat_action_probability"] == evaluation["repeat_action_probability"] == 0.25 * sticky
     assert (training["reward_clipping"], training["episodic_life"], training["life_loss_info"]) == (False, False, True)

@@ -282,6 +282,16 @@ def test_state_is_reset_where_episodes_start(args, seen, monkeypatch, length):
     assert zero == [[t % length == 0] * 4 for t in range(30)]
 
 
+def test_resumed_run_starts_episodes_without_memory(args, seen):
+    """A checkpoint lies in the middle of episodes. The resumed run starts new ones: its first step finds zeros."""
+    _, run_dir = script.train(args(env_id="box/Chain-v0", **CHAIN | {"total_timesteps": 24}))
+    assert seen["remember"][-1][1][1].any()  # the state after the last step
+    seen["remember"].clear()
+    script.train(args(env_id="box/Chain-v0", resume=str(run_dir), **CHAIN | {"total_timesteps": 48}))
+    states = [arguments[2] for arguments, _ in seen["remember"]]
+    assert len(states) == 6 and not states[0].any() and states[1].any()
+
+
 def test_minibatches_are_columns(args, seen, monkeypatch):
     """The golden case: environments 2 and 0 of 4, three steps each, flattened in the order of time; their states."""
     inputs, expected = golden("recurrent_minibatch")
@@ -319,17 +329,14 @@ def test_gradient_of_the_update_is_that_of_single_steps(args, seen, monkeypatch,
         stepped.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))]))
         return spied(agent, args, clip_scale, features, *rest)
 
-    sizes = []
+    clip = script.clip_grad_norm_
 
-    def keep(x):
-        if x.ndim == 1 and x.numel() > 100:  # the gradient of a minibatch; the first such vector is that of the weights
-            sizes.append(x.numel())
-            if len(sizes) > 1:
-                replayed.append(x.clone())
-        return x
+    def keep(flat_parameters, *rest, **options):
+        replayed.append(flat_parameters.grad.clone())
+        return clip(flat_parameters, *rest, **options)
 
     monkeypatch.setattr(script, "ppo_loss", twice)
-    monkeypatch.setattr(script, "average_over_ranks", keep)
+    monkeypatch.setattr(script, "clip_grad_norm_", keep)
     monkeypatch.setattr(torch, "randperm", lambda size: torch.tensor([2, 0, 3, 1]))
     script.train(args(env_id=env_id, cell=cell, learning_rate=0.01, **CHAIN))
     assert len(replayed) == 20
@@ -568,6 +575,24 @@ def test_learns_to_remember(args, env_id, enough, forgetful, cell):
     predict = agent.predict
     agent.predict = lambda obs, state, *rest: predict(obs, None, *rest)
     assert script.evaluate(agent, env_id, 100, 7).mean() < forgetful
+
+
+@BOTH_CELLS
+def test_every_episode_of_an_evaluation_starts_without_memory(cell):
+    """Each return is that of the same episode evaluated alone. Memory that is not thrown away would change it."""
+    agent = make_agent("box", obs_size=2, cell=cell)
+    together = script.evaluate(agent, "box/Target-v0", 5, 3)
+    alone = [script.evaluate(agent, "box/Target-v0", 1, 3 + episode).item() for episode in range(5)]
+    assert together.tolist() == alone
+    predict, state = agent.predict, [None]
+
+    def keep(obs, _, *rest):
+        action, state[0] = predict(obs, state[0], *rest)
+        return action, state[0]
+
+    agent.predict = keep
+    kept = script.evaluate(agent, "box/Target-v0", 5, 3)
+    assert kept[0] == alone[0] and np.abs(kept - together)[1:].max() > 0.01
 
 
 @pytest.mark.parametrize("env_id", ["masks/Masked-v0", "images/First-v0", "images/Last-v0", "discrete/Shaped-v0"])
