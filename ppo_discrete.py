@@ -817,8 +817,8 @@ class Run:
         if self.args.track:
             self.wandb.finish()
         if self.recent_returns:
-            count = len(self.recent_returns)
-            print(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
+            mean = np.mean(self.recent_returns)
+            print(f"mean return of the last {len(self.recent_returns)} episodes: {mean:.1f}   {self.dir}", flush=True)
 
 
 def load_checkpoint(run_dir):
@@ -923,10 +923,13 @@ def main():
     finally:  # workers of --async-envs have inherited request_stop and would not end by SIGTERM
         for worker in multiprocessing.active_children():
             worker.kill()
-    if stop_signals and run_dir:
+    exit_code = 128 + stop_signals[0][0] if stop_signals and run_dir else 0
+    if exit_code:
         print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-        raise SystemExit(128 + stop_signals[0][0])
+    if dist.is_torchelastic_launched():  # not by Python's own end, in which a thread of torch.distributed may abort
+        os._exit(exit_code)
+    return exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
