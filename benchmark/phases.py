@@ -85,9 +85,7 @@ def put_clocks(module):
         return envs
 
     module.make_envs = make_clocked_envs
-    module.compiled = lambda function, *options, **more: clocked(
-        function.__name__, compiled(function, *options, **more)
-    )
+    module.compiled = lambda function, args, device: clocked(function.__name__, compiled(function, args, device))
     return calls
 
 

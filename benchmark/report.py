@@ -60,7 +60,8 @@ SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
-    "continuous-8-ranks": "the same, of ours two processes on two cores (`torchrun --nproc-per-node 2`)",
+    "continuous-8-ranks": "the same, of ours two processes on two cores (`torchrun --nproc-per-node 2`), in "
+    "shared memory, which the scripts no longer use",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
     "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
@@ -307,9 +308,10 @@ def speed_table():
         lines.append("| " + " | ".join(cells) + " |")
     one, two = rows["ranks", "one process"], rows["ranks", "ppo_continuous, two"]
     pairs = [int(b) / int(a) for a, b in zip(one["single_runs"].split(), two["single_runs"].split())]
-    text = "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, make"
+    text = "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, made"
     text += f" {float(one['ratio']):.2f} times the steps per second of one process with 100 environments"
     lines += ["", f"{text} (median of {len(pairs)} pairs of runs, range {min(pairs):.2f} to {max(pairs):.2f})."]
+    lines[-1] += " That was in shared memory; the scripts meet through gloo now, which is slower."
     versions = []
     for row in rows.values():
         peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own
