@@ -457,7 +457,7 @@ def train(args, stop_signals=()):
 
     run = Run(args, rank, global_step, seconds, device)
     env_seeds = np.array(env_seeds) if is_atari(args.env_id) else env_seeds  # ale-py takes an array
-    next_obs, infos = envs.reset(seed=env_seeds)  # (N, *D), raw
+    next_obs, infos = envs.reset(seed=env_seeds)  # raw
     # bool (N,): episodes that began in the middle of their time limit, and are not logged
     not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 

@@ -618,7 +618,7 @@ def train(args, stop_signals=()):
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
     run = Run(args, rank, global_step, seconds, device)
-    next_obs, infos = envs.reset(seed=env_seeds)  # (N, *D), raw
+    next_obs, infos = envs.reset(seed=env_seeds)  # raw
     # bool (N,): episodes that began in the middle of their time limit, and are not logged
     not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 

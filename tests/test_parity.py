@@ -21,7 +21,7 @@ OWN |= {"parse_args", "ppo_loss", "train"}
 # The goals for whole files are 760, 840 and 980, for the second diff 420. They are not reached yet; nothing may grow.
 CEILINGS = {"ppo_continuous": (540, 840, 200), "ppo_discrete": (600, 940, 210), "ppo_rnn": (720, 1085, 230)}
 # Changed lines that `diff` shows between siblings.
-DIFFERENCES = {("ppo_continuous", "ppo_discrete"): 366, ("ppo_discrete", "ppo_rnn"): 480}
+DIFFERENCES = {("ppo_continuous", "ppo_discrete"): 360, ("ppo_discrete", "ppo_rnn"): 480}
 
 
 def definitions(path):
