@@ -7,6 +7,7 @@
     python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
+    python benchmark/speed.py defaults discrete rnn-shared --before PATH    # beside another commit, checked out at PATH
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
 with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with CUDA graphs where there is a GPU:
@@ -19,7 +20,7 @@ Every contestant trains twice, briefly and longer, one thread each. The differen
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
 nothing has been compiled yet, is measured once, and counted in the steps/s of a first run of a million steps. The
 "simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed and
-written to results/speed.csv. The machine should have nothing else to do.
+written to results/speed.csv, or speed-before.csv with --before. The machine should have nothing else to do.
 """
 
 import argparse
@@ -85,6 +86,17 @@ def ours(script, **flags):
     """The command line of a script of this repository, by the number of steps."""
     program = [sys.executable, str(ROOT / f"{script}.py"), "--checkpoint-interval=1000", *to_words(flags)]
     return lambda steps: [*program, f"--total-timesteps={steps}"]
+
+
+def beside(before, contestants):
+    """Our script of a case, beside the same script of another commit, checked out at `before`."""
+    (mine,) = (name for name in contestants if name.startswith("ppo_"))
+    run, *steps = contestants[mine]
+
+    def earlier(steps):
+        return [word.replace(str(ROOT), str(before)) for word in run(steps)]
+
+    return {"before": (earlier, *steps), mine: (run, *steps)}
 
 
 def two_ranks(contestant):
@@ -260,9 +272,13 @@ def main():
     )
     parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
     parser.add_argument("--leanrl", type=Path, help="a checkout of LeanRL, likewise")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit: the only other contestant")
     args = parser.parse_args()
     checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
     path, cases = RESULTS / "speed.csv", make_cases(*checkouts)
+    if args.before:
+        path = RESULTS / "speed-before.csv"
+        cases = {case: beside(args.before.absolute(), cases[case]) for case in args.cases}
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     for row in rows:
         if args.scale == 1 and row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
