@@ -2,8 +2,8 @@
 # requires-python = ">=3.10"
 # dependencies = [
 #     "torch>=2.11,<2.14", "gymnasium[mujoco]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13", "numpy>=1.26,<3",
-#     "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5", "moviepy>=2.1,<3",
-#     "opencv-python-headless>=4.10,<6",
+#     "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5", "filelock>=3.13,<5",
+#     "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for Discrete, MultiDiscrete and Box actions, in one file.
@@ -66,6 +66,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
+from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -106,7 +107,7 @@ class Args:  # the comments are what --help prints
     anneal_std: bool = False  # Box: scale the learned standard deviation by a cosine from 1 to 0 over the run
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: none
-    log_std_max: float | None = None  # Box: upper bound on it, plus max(0, log(largest |action|)); None: none
+    log_std_max: float | None = None  # Box: upper bound for actions within +-1, higher for larger ones; None: none
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
@@ -119,14 +120,14 @@ class Args:  # the comments are what --help prints
     recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
     clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # value loss: the larger of the error and that of the value clipped to near the old one
-    vf_clip_coef: float | None = None  # range of --clip-vloss, in units of the (normalised) return; None: clip_coef
+    clip_vloss: bool = False  # value loss: the larger of the new value's error and that of the clipped new value
+    vf_clip_coef: float | None = None  # --clip-vloss: how far from the old value, in returns; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01); --anneal-lr is then off
+    desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01), without --anneal-lr
 
 
 # =============================================================================================================== agent
@@ -622,7 +623,7 @@ def train(args, stop_signals=()):
     # bool (N,): episodes that began in the middle of their time limit, and are not logged
     not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 
-    for iteration in range(global_step // (T * args.num_envs) + 1, num_iterations + 1):
+    for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -906,9 +907,14 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(self.dir / "lock")  # the system frees it when this process ends
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            fail(f"another process is training in {self.dir}: stop it first")
         batch_size = args.num_envs * args.num_steps
         self.total_steps = args.total_timesteps // batch_size * batch_size
-        print(f"{self.dir}: {self.total_steps // batch_size} iterations of {batch_size} steps on {device}", flush=True)
+        self.say(f"{self.dir}: {self.total_steps // batch_size} iterations of {batch_size} steps on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         self.open_episodes(global_step)
@@ -955,8 +961,12 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            print(f"step {global_step:>10,}   {text}", flush=True)  # without a terminal: 20 lines, no bar
+            self.say(f"step {global_step:>10,}   {text}")  # without a terminal: 20 lines, no bar
         self.global_step = global_step
+
+    def say(self, text):
+        with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
+            print(text, flush=True)
 
     def save(self, agent, optimizer):
         """Replace checkpoint.pt in one move: a kill leaves the new one or the one before, whole."""
@@ -971,11 +981,12 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
+        self.lock.release()
         if self.args.track:
             self.wandb.finish()
         if self.recent_returns:
             mean = np.mean(self.recent_returns)
-            print(f"mean return of the last {len(self.recent_returns)} episodes: {mean:.1f}   {self.dir}", flush=True)
+            self.say(f"mean return of the last {len(self.recent_returns)} episodes: {mean:.1f}   {self.dir}")
 
 
 def load_checkpoint(run_dir):
@@ -989,9 +1000,10 @@ def load_checkpoint(run_dir):
         action = {name.removeprefix("action_"): x for name, x in state.items() if name.startswith("action_")}
         agent = Agent(state["obs_rms.mean"].shape, action, args)
         agent.load_state_dict(state)
+        rest = {key: checkpoint[key] for key in ("optimizer", "global_step", "seconds")}
     except Exception as error:  # a damaged file can raise anything
         fail(f"{path} is damaged, or from another script or version: {type(error).__name__}")
-    return checkpoint | {"args": args, "agent": agent}
+    return {"args": args, "agent": agent, **rest}
 
 
 def load_agent(run_dir):
@@ -1015,7 +1027,7 @@ def restore(run_dir, agent, optimizer):
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
     """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
     video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {}))
+    env = VectorMember(gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {})))
     if not is_image(env.observation_space):
         env = gym.wrappers.FlattenObservation(env)
     if video_of:
@@ -1023,7 +1035,9 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
         env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)
     episodic_returns = np.zeros(episodes)
     device = agent.obs_rms.mean.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # training's random numbers stay as they are
+    # Evaluation has random numbers of its own: those of training stay as they are.
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for episode in range(episodes):
             obs, infos = env.reset(seed=seed + episode)
@@ -1035,6 +1049,8 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
                 obs, reward, terminated, truncated, infos = env.step(action)
                 episodic_returns[episode] += reward
                 ended = terminated or truncated
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
     env.close()
     return episodic_returns
 
@@ -1046,10 +1062,11 @@ def main():
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
     args = parse_args()
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
-        args = parse_args(default=load_checkpoint(args.evaluate or args.resume)["args"])
+        checkpoint = load_checkpoint(args.evaluate or args.resume)
+        args = parse_args(default=checkpoint["args"])
     if args.evaluate:
-        agent, video_of = load_agent(args.evaluate), args.evaluate if args.capture_video else None
-        returns = evaluate(agent, args.env_id, args.eval_episodes, args.seed, args.eval_deterministic, video_of)
+        options = args.eval_episodes, args.seed, args.eval_deterministic, args.evaluate if args.capture_video else None
+        returns = evaluate(checkpoint["agent"], args.env_id, *options)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
         print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
         return

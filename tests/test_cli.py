@@ -179,6 +179,9 @@ DAMAGE = {
     "of another agent": lambda path: torch.save(
         torch.load(path) | {"agent": {"critic.0.weight": torch.zeros(3)}}, path
     ),
+    "without its optimizer": lambda path: torch.save(
+        {key: value for key, value in torch.load(path).items() if key != "optimizer"}, path
+    ),
     "of another version": lambda path: torch.save(torch.load(path) | {"args": {"no_such_argument": 1}}, path),
 }
 

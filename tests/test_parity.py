@@ -1,5 +1,5 @@
 """What the scripts share is the same text in each of them. `python tests/test_parity.py` copies it from the first one
-that has it into the others. The variants are not compared: until they are rebuilt they keep a text of their own.
+that has it into the others. variants/ppo_gpu_sim.py is not compared: until it is rebuilt it keeps a text of its own.
 
 A script also stays short, and carries comments."""
 
@@ -17,9 +17,12 @@ SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
 # What is about actions, observations or memory. All else that has one name has one text.
 OWN = {"Args", "Agent", "VectorMember", "check_args", "evaluate", "load_agent", "load_checkpoint", "make_envs"}
 OWN |= {"parse_args", "ppo_loss", "train"}
+RLHF = "variants/ppo_rlhf"  # it has no environments and several models
+OWN = dict.fromkeys(SCRIPTS, OWN) | {RLHF: OWN - {"parse_args"} | {"Run", "main", "restore", "start_device"}}
 # Lines of each script: down to the end of `train`, of the whole file, of `train` itself.
-# The goals for whole files are 760, 840 and 980, for the second diff 420. They are not reached yet; nothing may grow.
+# The goals for whole files are 760, 840, 980 and 840, for the second diff 420. They are not reached yet; nothing may grow.
 CEILINGS = {"ppo_continuous": (540, 840, 200), "ppo_discrete": (600, 940, 210), "ppo_rnn": (720, 1085, 230)}
+CEILINGS |= {RLHF: (620, 855, 210)}
 # Changed lines that `diff` shows between siblings.
 DIFFERENCES = {("ppo_continuous", "ppo_discrete"): 360, ("ppo_discrete", "ppo_rnn"): 480}
 
@@ -36,14 +39,14 @@ def definitions(path):
     return found
 
 
-PAIRS = list(itertools.combinations(SCRIPTS, 2))
+PAIRS = [*itertools.combinations(SCRIPTS, 2), ("ppo_continuous", RLHF)]
 
 
 @pytest.mark.parametrize("one, other", PAIRS)
 def test_shared_text(one, other):
     canonical, copy = definitions(ROOT / f"{one}.py"), definitions(ROOT / f"{other}.py")
-    shared = canonical.keys() & copy.keys() - OWN
-    assert {"compute_gae", "clipped_policy_loss", "clipped_value_loss", "RunningMeanStd", "layer_init"} <= shared
+    shared = canonical.keys() & copy.keys() - OWN[other]
+    assert {"compute_gae", "clipped_policy_loss", "clipped_value_loss", "explained_variance", "fail"} <= shared
     different = [name for name in shared if canonical[name] != copy[name]]
     assert not different, f"{different} differ: python tests/test_parity.py copies them from {one}.py"
 
@@ -55,7 +58,7 @@ def test_same_order(one, other):
     assert [name for name in canonical if name in copy] == [name for name in copy if name in canonical]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", CEILINGS)
 def test_line_ceilings(name):
     text = (ROOT / f"{name}.py").read_text()
     (train,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "train")
@@ -63,7 +66,7 @@ def test_line_ceilings(name):
     assert all(count <= ceiling for count, ceiling in zip(lines, CEILINGS[name])), f"{lines}, not {CEILINGS[name]}"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", CEILINGS)
 def test_share_of_comments(name):
     """At least 15% of the lines carry one; the help of Args counts."""
     with tokenize.open(ROOT / f"{name}.py") as file:
@@ -84,7 +87,7 @@ if __name__ == "__main__":
         canonical, path = definitions(ROOT / f"{one}.py"), ROOT / f"{other}.py"
         text = path.read_text()
         for name, source in definitions(path).items():
-            if name in canonical and name not in OWN and source != canonical[name]:
+            if name in canonical and name not in OWN[other] and source != canonical[name]:
                 text = text.replace(source, canonical[name])
                 print(f"{other}.py: {name}", file=sys.stderr)
         path.write_text(text)

@@ -173,6 +173,13 @@ def test_resume_with_other_sizes(script, small_args, flag, rest):
     assert sum(int(row[2]) for row in rows(run_dir)[1:]) == 512  # episodes of one step
 
 
+def test_resume_with_a_larger_batch_stays_within_the_total(script, small_args):
+    _, run_dir = script.train(small_args(total_timesteps=192))
+    args = script.load_checkpoint(run_dir)["args"]
+    script.train(dataclasses.replace(args, resume=str(run_dir), num_envs=8, total_timesteps=512))
+    assert script.load_checkpoint(run_dir)["global_step"] == 192 + 2 * 128
+
+
 def start(script, runs_dir, **args):
     command = [sys.executable, str(ROOT / f"{script}.py"), f"--runs-dir={runs_dir}", *flags_of(**args)]
     return subprocess.Popen(
@@ -242,6 +249,34 @@ def test_kill_and_resume(script, tmp_path):
     assert logged == [64 * iteration for iteration in range(1, 151)]
     assert_same_learner(end, script.load_checkpoint(copy))
     assert [row[:3] for row in table] == [row[:3] for row in rows(copy)]
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)  # Run is the same text in every script
+def test_a_run_that_still_goes_on_is_not_resumed(script, tmp_path):
+    """Two processes in one folder would overwrite each other's rows. The second one ends in one line."""
+    name, forever = script.__name__, LONG | {"total_timesteps": 10**8}
+    process = start(name, tmp_path, env_id="probes:" + probe(script), **forever)
+    wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 7, process)
+    (run_dir,) = tmp_path.iterdir()
+    second = run(name, "--resume", run_dir)
+    assert second.returncode == 2 and "another process" in second.stderr and len(second.stderr.splitlines()) == 1
+    process.kill()
+    process.wait()
+    steps = [int(row[0]) for row in rows(run_dir)[1:-4]]  # the last rows may be half written
+    assert steps == sorted(step for step in range(4, 4 * (len(steps) // 4 + 2), 4) for _ in range(4))[: len(steps)]
+    last = script.load_checkpoint(run_dir)["global_step"]
+    assert run(name, "--resume", run_dir, f"--total-timesteps={last + 640}").returncode == 0
+    assert script.load_checkpoint(run_dir)["global_step"] == last + 640
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_nobody_reads_what_it_prints(script, tmp_path):
+    """A run whose output is closed, as by `| head -1`, goes on to its end."""
+    process = start(script.__name__, tmp_path, env_id="probes:" + probe(script), **LONG)
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert checkpointed_step(script, tmp_path) == LONG["total_timesteps"]
 
 
 def test_kill_while_writing_a_checkpoint(script, tmp_path):
