@@ -24,12 +24,13 @@ Choices, where implementations of PPO differ (what each one gains: benchmark/NOT
     (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
  7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
  8. The environment gets the action clipped to its bounds. The policy learns from the unclipped action.
- 9. Many environments and short rollouts (100 x 20), at different steps of their time limits (--stagger-envs).
+ 9. Many environments and short rollouts (100 x 20). --stagger-envs shortens the first episodes, each by another amount.
 10. The learned standard deviation stays between --log-std-min and --log-std-max. --anneal-std scales it to 0.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size.
 Step t goes from obs[t] by actions[t] to rewards[t], terminations[t], truncations[t] and the observation after it.
+With the defaults B = 2,000 and M = 80: at most 25 minibatches * 10 epochs = 250 gradient steps per iteration.
 Siblings: ppo_continuous.py (Box actions), ppo_discrete.py (Discrete actions, images, Atari), ppo_rnn.py (memory).
 """
 
@@ -84,7 +85,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; observations are flattened into a vector
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
-    stagger_envs: bool = True  # begin at different steps of the time limit (such episodes are not logged)
+    stagger_envs: bool = True  # shorten the first episodes, each by another amount; these are not logged
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -107,12 +108,12 @@ class Args:  # the comments are what --help prints
     kl_coef: float = 0.01  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = 0.04  # end an update at an approximate KL over 1.5 * target_kl; None: never
-    desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01), without --anneal-lr
-    log_std_init: float = -0.5  # initial log of the policy's standard deviation, in units of the action
+    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
+    log_std_init: float = -0.5  # initial log of the policy's standard deviation, moved inside the bounds below
     anneal_std: bool = True  # scale the learned standard deviation by a cosine from 1 to 0 over the run
     state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
-    log_std_min: float | None = -1.5  # lower bound on the learned log_std, before --anneal-std; None: none
-    log_std_max: float | None = -0.5  # upper bound for actions within +-1, higher for larger ones; None: none
+    log_std_min: float | None = -1.5  # lower bound on the learned log_std, before --anneal-std; None: no bound
+    log_std_max: float | None = -0.5  # upper bound for a range of +-1; a range of +-3 adds log(3); None: no bound
 
 
 # =============================================================================================================== agent
@@ -213,7 +214,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def anneal_std(self, remaining):
         """--anneal-std scales the standard deviation by sin(pi/2 * remaining): 1 at the start, near 0 at the end.
-        The factor is added after the bounds. This also moves the learned log_std back inside its bounds."""
+        Its log is added to the bounded log_std. This also moves the learned log_std back inside its bounds."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
         if not self.args.state_dependent_std:  # outside its bounds its gradient is 0
             self.log_std.copy_(self.clamp_log_std(self.log_std))
@@ -320,7 +321,7 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # An unbiased estimate of KL(old, new), of less variance than the mean of -log_ratio. So is its gradient.
+    # It estimates KL(old, new) without bias, as its gradient does. It varies less than the mean of -log_ratio.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -370,8 +371,8 @@ def train(args, stop_signals=()):
     obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
     device = start_device(args, is_large=M >= 4096)
     agent = Agent(obs_shape, action_space.low, action_space.high, args).to(device)
-    # All parameters become views of one vector: one norm and one Adam step serve all layers. From here on nothing may
-    # give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
+    # All parameters become views of one vector: one norm and one Adam step serve all layers. Do not move or replace a
+    # parameter from here on (.to, assign=True): Adam would not reach it.
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
@@ -382,7 +383,7 @@ def train(args, stop_signals=()):
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
     global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
     # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
-    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # ale-py takes 31 bits
+    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
     noise_seed, *env_seeds = seeds.tolist()
     torch.manual_seed(noise_seed)
 
@@ -422,12 +423,13 @@ def train(args, stop_signals=()):
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
-    run = Run(args, rank, global_step, seconds, device)
+    run = Run(args, rank, num_iterations, global_step, seconds, device)
     next_obs, infos = envs.reset(seed=env_seeds)  # raw
-    # bool (N,): episodes that began in the middle of their time limit, and are not logged
-    not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
+    # bool (N,): first episodes that end early; they are not logged
+    shortened = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 
-    for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
+    first_iteration = math.ceil(global_step / (T * args.num_envs)) + 1  # --resume may come with another batch size
+    for iteration in range(first_iteration, num_iterations + 1):
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -449,9 +451,9 @@ def train(args, stop_signals=()):
             episode_returns += reward
             episode_lengths += 1
             for n in np.flatnonzero(terminated | truncated):
-                if not not_whole[n]:
+                if not shortened[n]:
                     episodes.append((global_step, episode_returns[n], episode_lengths[n]))
-                episode_returns[n], episode_lengths[n], not_whole[n] = 0, 0, False
+                episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
         steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -466,21 +468,22 @@ def train(args, stop_signals=()):
         rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
         # Not compiled: E differs between rollouts.
         values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
-        old_values, old_returns = values, returns  # of a critic that has not seen these returns
+        # Of a critic that has not learned from these returns.
+        scalars = {"losses/explained_variance": explained_variance(values, returns)}
         if args.norm_obs:  # all of this iteration are normalised by now
             agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
 
         # ----------------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
+            if epoch > 0 and args.recompute_advantages:  # values too: this moves the centre of --clip-vloss
                 values, advantages, returns = estimate_advantages(agent, *rollout)
             permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
             tensors = (obs, actions, log_probs, values, advantages, returns)
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                 gradient, metrics = compute_gradient(*minibatch)
-                if not all_metrics:  # no step yet: exactly 0, which adapt_learning_rate ignores
+                if not all_metrics:  # the policy has not changed yet: remove the rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
@@ -495,8 +498,7 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
 
         # ------------------------------------------------------------------------------------------------ log and save
-        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
-        scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
+        scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
         for value in scalars.values():
             average_over_ranks(value)
         scalars["charts/learning_rate"] = lr
@@ -527,6 +529,7 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # One line, words separated by \0: --x=True becomes --x, --x=False becomes --no-x, 1e6 becomes 1000000.
     line = "\0".join(sys.argv[1:] if argv is None else argv)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
@@ -553,9 +556,6 @@ def check_args(args, num_ranks=1):
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
         fail(f"--num-minibatches {args.num_minibatches} must divide a batch of {size}, as {nearest} do")
-    low, high = args.log_std_min, args.log_std_max
-    if (low is not None and args.log_std_init < low) or (high is not None and args.log_std_init > high):
-        fail(f"--log-std-init {args.log_std_init} is outside --log-std-min {low} to --log-std-max {high}")
 
 
 class VectorMember(gym.Wrapper):
@@ -591,15 +591,13 @@ def make_envs(args, num_envs):
         fail(f"--env-id {args.env_id}: {error}")
     action_space = envs.single_action_space
     if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
-        kind = type(action_space).__name__
-        hint = "use ppo_discrete.py" if "Discrete" in kind else "a Box of real numbers is needed"
-        fail(f"{args.env_id} has {kind} actions: {hint}")
+        fail(f"{args.env_id} has actions {action_space}: a Box of floats is needed (Discrete: use ppo_discrete.py)")
     return envs
 
 
 def stagger_episodes(envs, rank, num_ranks):
-    """After the first reset: let environment i begin at i / num_envs of its time limit. Otherwise all episodes without
-    another end would end together, and a batch would hold one phase of the episode. -> bool (N,): not whole"""
+    """After the first reset: shorten the time limit of the first episodes, each by another amount. Otherwise all would
+    end together, and a batch would hold one phase of the episode. -> bool (N,): which are shortened"""
     i = rank * envs.num_envs + np.arange(envs.num_envs)
     elapsed_steps = i * (envs.spec.max_episode_steps or 0) // (num_ranks * envs.num_envs)
     if elapsed_steps.any():
@@ -664,7 +662,7 @@ class Run:
     """The folder of a run, with args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt;
     also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
 
-    def __init__(self, args, rank, global_step, seconds, device):
+    def __init__(self, args, rank, num_iterations, global_step, seconds, device):
         self.args, self.dir, self.global_step = args, None, global_step
         if rank > 0:
             self.log = self.save = self.close = lambda *arguments: None
@@ -672,17 +670,25 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.dir / "lock")  # the system frees it when this process ends
+        # The system frees it when this process ends. This process may take it again (is_singleton).
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
-        batch_size = args.num_envs * args.num_steps
-        self.total_steps = args.total_timesteps // batch_size * batch_size
-        self.say(f"{self.dir}: {self.total_steps // batch_size} iterations of {batch_size} steps on {device}")
+        self.total_steps = num_iterations * args.num_steps * args.num_envs
+        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
-        self.open_episodes(global_step)
+        # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
+        path = self.dir / "episodes.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
+        rows = [row for row in rows if int(row[0]) <= global_step]
+        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
+        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
+        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        self.episodes_file = path.open("a")
         if args.track:
             import wandb
 
@@ -694,17 +700,6 @@ class Run:
         self.start_time, self.first_log = time.time() - seconds, None
         self.bar = tqdm(total=self.total_steps, initial=global_step, unit="step", unit_scale=True, disable=None)
         self.bar.set_postfix_str("compiling" if args.compile else "")
-
-    def open_episodes(self, last_step):
-        """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
-        path = self.dir / "episodes.csv"
-        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
-        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
-        rows = [row for row in rows if int(row[0]) <= last_step]
-        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
-        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
-        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
-        self.episodes_file = path.open("a")
 
     def log(self, global_step, episodes, scalars):
         """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
@@ -757,8 +752,6 @@ class Run:
 def load_checkpoint(run_dir):
     """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.is_file():
-        fail(f"there is no {path}: give a run folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
         args, state = Args(**checkpoint["args"]), checkpoint["agent"]
@@ -766,7 +759,7 @@ def load_checkpoint(run_dir):
         agent.load_state_dict(state)
         rest = {key: checkpoint[key] for key in ("optimizer", "global_step", "seconds")}
     except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is damaged, or from another script or version: {type(error).__name__}")
+        fail(f"{path} is missing, damaged, or from another script or version: {type(error).__name__}")
     return {"args": args, "agent": agent, **rest}
 
 
@@ -794,8 +787,7 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
     env = VectorMember(gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {})))
     env = gym.wrappers.FlattenObservation(env)
     if video_of:
-        options = {"name_prefix": name, "disable_logger": True}
-        env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)
+        env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
     device = agent.obs_rms.mean.device
     # Evaluation has random numbers of its own: those of training stay as they are.
@@ -804,11 +796,10 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
         torch.manual_seed(seed)
         for episode in range(episodes):
             obs, _ = env.reset(seed=seed + episode)
-            ended = False
-            while not ended:
+            terminated = truncated = False
+            while not (terminated or truncated):
                 obs, reward, terminated, truncated, _ = env.step(agent.predict(obs, deterministic))
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     env.close()

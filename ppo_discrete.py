@@ -90,7 +90,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete or MultiDiscrete actions; ALE/NAME-v5 for Atari games
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 16  # environments stepped side by side (N)
-    stagger_envs: bool = False  # begin at different steps of the time limit (such episodes are not logged)
+    stagger_envs: bool = False  # shorten the first episodes, each by another amount; these are not logged
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -116,7 +116,7 @@ class Args:  # the comments are what --help prints
     kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01), without --anneal-lr
+    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
 
 
 # Defaults for ALE games, in place of those above: those of the published tables (baselines, CleanRL), which also clip
@@ -351,7 +351,7 @@ def ppo_loss(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, mb_value
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # An unbiased estimate of KL(old, new), of less variance than the mean of -log_ratio. So is its gradient.
+    # It estimates KL(old, new) without bias, as its gradient does. It varies less than the mean of -log_ratio.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -402,8 +402,8 @@ def train(args, stop_signals=()):
     device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
     sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
     agent = Agent(obs_shape, sizes, action_space.start, args).to(device)
-    # All parameters become views of one vector: one norm and one Adam step serve all layers. From here on nothing may
-    # give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
+    # All parameters become views of one vector: one norm and one Adam step serve all layers. Do not move or replace a
+    # parameter from here on (.to, assign=True): Adam would not reach it.
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
@@ -414,7 +414,7 @@ def train(args, stop_signals=()):
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
     global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
     # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
-    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # ale-py takes 31 bits
+    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
     noise_seed, *env_seeds = seeds.tolist()
     torch.manual_seed(noise_seed)
 
@@ -456,13 +456,14 @@ def train(args, stop_signals=()):
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
     episode_returns, episode_lengths, frame_numbers = np.zeros(N), np.zeros(N, dtype=int), np.zeros(N, dtype=int)
 
-    run = Run(args, rank, global_step, seconds, device)
+    run = Run(args, rank, num_iterations, global_step, seconds, device)
     env_seeds = np.array(env_seeds) if is_atari(args.env_id) else env_seeds  # ale-py takes an array
     next_obs, infos = envs.reset(seed=env_seeds)  # raw
-    # bool (N,): episodes that began in the middle of their time limit, and are not logged
-    not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
+    # bool (N,): first episodes that end early; they are not logged
+    shortened = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 
-    for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
+    first_iteration = math.ceil(global_step / (T * args.num_envs)) + 1  # --resume may come with another batch size
+    for iteration in range(first_iteration, num_iterations + 1):
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -490,9 +491,9 @@ def train(args, stop_signals=()):
             if is_atari(args.env_id):  # a lost life does not end the game; in a new game the count of frames restarts
                 over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
             for n in np.flatnonzero(over):
-                if not not_whole[n]:
+                if not shortened[n]:
                     episodes.append((global_step, episode_returns[n], episode_lengths[n]))
-                episode_returns[n], episode_lengths[n], not_whole[n] = 0, 0, False
+                episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
         steps = (step_rewards, step_terminations, step_truncations, step_masks)  # (T, N, ...)
@@ -507,21 +508,22 @@ def train(args, stop_signals=()):
         rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
         # Not compiled: E differs between rollouts.
         values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
-        old_values, old_returns = values, returns  # of a critic that has not seen these returns
+        # Of a critic that has not learned from these returns.
+        scalars = {"losses/explained_variance": explained_variance(values, returns)}
         if args.norm_obs and not agent.sees_images:  # all of this iteration are normalised by now
             agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
 
         # ----------------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
+            if epoch > 0 and args.recompute_advantages:  # values too: this moves the centre of --clip-vloss
                 values, advantages, returns = estimate_advantages(agent, *rollout)
             permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
             tensors = (obs, actions, log_probs, values, advantages, returns, action_masks)
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                 gradient, metrics = compute_gradient(*minibatch)
-                if not all_metrics:  # no step yet: exactly 0, which adapt_learning_rate ignores
+                if not all_metrics:  # the policy has not changed yet: remove the rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
@@ -536,8 +538,7 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
 
         # ------------------------------------------------------------------------------------------------ log and save
-        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
-        scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
+        scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
         for value in scalars.values():
             average_over_ranks(value)
         scalars["charts/learning_rate"] = lr
@@ -568,6 +569,7 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # One line, words separated by \0: --x=True becomes --x, --x=False becomes --no-x, 1e6 becomes 1000000.
     line = "\0".join(sys.argv[1:] if argv is None else argv)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
@@ -652,9 +654,8 @@ def make_envs(args, num_envs):
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if not isinstance(envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
-        kind = type(envs.single_action_space).__name__
-        hint = "use ppo_continuous.py" if kind == "Box" else "Discrete or MultiDiscrete is needed"
-        fail(f"{args.env_id} has {kind} actions: {hint}")
+        actions = envs.single_action_space
+        fail(f"{args.env_id} has actions {actions}: Discrete or MultiDiscrete is needed (Box: use ppo_continuous.py)")
     return envs
 
 
@@ -676,8 +677,8 @@ def read_action_masks(infos, num_envs, action_sizes):
 
 
 def stagger_episodes(envs, rank, num_ranks):
-    """After the first reset: let environment i begin at i / num_envs of its time limit. Otherwise all episodes without
-    another end would end together, and a batch would hold one phase of the episode. -> bool (N,): not whole"""
+    """After the first reset: shorten the time limit of the first episodes, each by another amount. Otherwise all would
+    end together, and a batch would hold one phase of the episode. -> bool (N,): which are shortened"""
     i = rank * envs.num_envs + np.arange(envs.num_envs)
     elapsed_steps = i * (envs.spec.max_episode_steps or 0) // (num_ranks * envs.num_envs)
     if elapsed_steps.any():
@@ -742,7 +743,7 @@ class Run:
     """The folder of a run, with args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt;
     also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
 
-    def __init__(self, args, rank, global_step, seconds, device):
+    def __init__(self, args, rank, num_iterations, global_step, seconds, device):
         self.args, self.dir, self.global_step = args, None, global_step
         if rank > 0:
             self.log = self.save = self.close = lambda *arguments: None
@@ -750,17 +751,25 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.dir / "lock")  # the system frees it when this process ends
+        # The system frees it when this process ends. This process may take it again (is_singleton).
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
-        batch_size = args.num_envs * args.num_steps
-        self.total_steps = args.total_timesteps // batch_size * batch_size
-        self.say(f"{self.dir}: {self.total_steps // batch_size} iterations of {batch_size} steps on {device}")
+        self.total_steps = num_iterations * args.num_steps * args.num_envs
+        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
-        self.open_episodes(global_step)
+        # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
+        path = self.dir / "episodes.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
+        rows = [row for row in rows if int(row[0]) <= global_step]
+        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
+        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
+        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        self.episodes_file = path.open("a")
         if args.track:
             import wandb
 
@@ -772,17 +781,6 @@ class Run:
         self.start_time, self.first_log = time.time() - seconds, None
         self.bar = tqdm(total=self.total_steps, initial=global_step, unit="step", unit_scale=True, disable=None)
         self.bar.set_postfix_str("compiling" if args.compile else "")
-
-    def open_episodes(self, last_step):
-        """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
-        path = self.dir / "episodes.csv"
-        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
-        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
-        rows = [row for row in rows if int(row[0]) <= last_step]
-        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
-        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
-        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
-        self.episodes_file = path.open("a")
 
     def log(self, global_step, episodes, scalars):
         """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
@@ -835,8 +833,6 @@ class Run:
 def load_checkpoint(run_dir):
     """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.is_file():
-        fail(f"there is no {path}: give a run folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
         args, state = Args(**checkpoint["args"]), checkpoint["agent"]
@@ -844,7 +840,7 @@ def load_checkpoint(run_dir):
         agent.load_state_dict(state)
         rest = {key: checkpoint[key] for key in ("optimizer", "global_step", "seconds")}
     except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is damaged, or from another script or version: {type(error).__name__}")
+        fail(f"{path} is missing, damaged, or from another script or version: {type(error).__name__}")
     return {"args": args, "agent": agent, **rest}
 
 
@@ -885,8 +881,7 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
     video_of: a run folder, for videos of the episodes in its folder videos"""
     env = make_evaluation_env(env_id, video_of is not None, agent.args.sticky_actions)
     if video_of:
-        options = {"name_prefix": name, "disable_logger": True}
-        env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)
+        env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
     device = agent.obs_rms.mean.device
     # Evaluation has random numbers of its own: those of training stay as they are.
@@ -897,12 +892,11 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
             obs, infos = env.reset(seed=seed + episode)
             if is_atari(env_id) and env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]:
                 obs, *_ = env.step(1)  # ale-py's vector of games does this too, but for 1 frame; here it is a step of 4
-            ended = False
-            while not ended:
+            terminated = truncated = False
+            while not (terminated or truncated):
                 mask = infos.get("action_mask") if agent.args.mask_actions else None
                 obs, reward, terminated, truncated, infos = env.step(agent.predict(obs, deterministic, mask))
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     env.close()

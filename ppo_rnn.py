@@ -94,7 +94,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete, MultiDiscrete or Box actions
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
-    stagger_envs: bool = False  # begin at different steps of the time limit (such episodes are not logged)
+    stagger_envs: bool = False  # shorten the first episodes, each by another amount; these are not logged
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -103,11 +103,11 @@ class Args:  # the comments are what --help prints
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
-    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, in units of the action
+    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, moved inside the bounds below
     anneal_std: bool = False  # Box: scale the learned standard deviation by a cosine from 1 to 0 over the run
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
-    log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: none
-    log_std_max: float | None = None  # Box: upper bound for actions within +-1, higher for larger ones; None: none
+    log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: no bound
+    log_std_max: float | None = None  # Box: upper bound for a range of +-1; a range of +-3 adds log(3); None: no bound
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
@@ -127,7 +127,7 @@ class Args:  # the comments are what --help prints
     kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to aim at this KL (try 0.01), without --anneal-lr
+    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
 
 
 # =============================================================================================================== agent
@@ -336,7 +336,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def anneal_std(self, remaining):
         """--anneal-std scales the standard deviation by sin(pi/2 * remaining): 1 at the start, near 0 at the end.
-        The factor is added after the bounds. This also moves the learned log_std back inside its bounds."""
+        Its log is added to the bounded log_std. This also moves the learned log_std back inside its bounds."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
         if hasattr(self, "log_std"):  # outside its bounds its gradient is 0
             self.log_std.copy_(self.clamp_log_std(self.log_std))
@@ -489,7 +489,7 @@ def ppo_loss(
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # An unbiased estimate of KL(old, new), of less variance than the mean of -log_ratio. So is its gradient.
+    # It estimates KL(old, new) without bias, as its gradient does. It varies less than the mean of -log_ratio.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -542,8 +542,8 @@ def train(args, stop_signals=()):
     obs_shape = envs.single_observation_space.shape
     device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
     agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-    # All parameters become views of one vector: one norm and one Adam step serve all layers. From here on nothing may
-    # give them other storage (.to, load_state_dict(assign=True)): they would no longer learn.
+    # All parameters become views of one vector: one norm and one Adam step serve all layers. Do not move or replace a
+    # parameter from here on (.to, assign=True): Adam would not reach it.
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
@@ -554,7 +554,7 @@ def train(args, stop_signals=()):
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
     global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
     # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
-    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # ale-py takes 31 bits
+    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
     noise_seed, *env_seeds = seeds.tolist()
     torch.manual_seed(noise_seed)
 
@@ -618,12 +618,13 @@ def train(args, stop_signals=()):
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
     episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
-    run = Run(args, rank, global_step, seconds, device)
+    run = Run(args, rank, num_iterations, global_step, seconds, device)
     next_obs, infos = envs.reset(seed=env_seeds)  # raw
-    # bool (N,): episodes that began in the middle of their time limit, and are not logged
-    not_whole = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
+    # bool (N,): first episodes that end early; they are not logged
+    shortened = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
 
-    for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
+    first_iteration = math.ceil(global_step / (T * args.num_envs)) + 1  # --resume may come with another batch size
+    for iteration in range(first_iteration, num_iterations + 1):
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -650,9 +651,9 @@ def train(args, stop_signals=()):
             episode_returns += reward
             episode_lengths += 1
             for n in np.flatnonzero(terminated | truncated):
-                if not not_whole[n]:
+                if not shortened[n]:
                     episodes.append((global_step, episode_returns[n], episode_lengths[n]))
-                episode_returns[n], episode_lengths[n], not_whole[n] = 0, 0, False
+                episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
         steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)  # (T, N, ...)
@@ -668,20 +669,21 @@ def train(args, stop_signals=()):
         rollout = (obs, last_obs, final_obs, episode_starts, truncations, first_state)
         outcome = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
         values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)  # (T, N)
-        old_values, old_returns = values, returns  # of a critic that has not seen these returns
+        # Of a critic that has not learned from these returns.
+        scalars = {"losses/explained_variance": explained_variance(values, returns)}
         if args.norm_obs and not agent.sees_images:  # all of this iteration are normalised by now
             agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
 
         # ----------------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # values too: --clip-vloss then stays near the new ones
+            if epoch > 0 and args.recompute_advantages:  # values too: this moves the centre of --clip-vloss
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # no step yet: exactly 0, which adapt_learning_rate ignores
+                if not all_metrics:  # the policy has not changed yet: remove the rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
@@ -696,8 +698,7 @@ def train(args, stop_signals=()):
             fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
 
         # ------------------------------------------------------------------------------------------------ log and save
-        scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
-        scalars["losses/explained_variance"] = explained_variance(old_values, old_returns)
+        scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
         for value in scalars.values():
             average_over_ranks(value)
         scalars["charts/learning_rate"] = lr
@@ -728,6 +729,7 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # One line, words separated by \0: --x=True becomes --x, --x=False becomes --no-x, 1e6 becomes 1000000.
     line = "\0".join(sys.argv[1:] if argv is None else argv)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
@@ -754,9 +756,6 @@ def check_args(args, num_ranks=1):
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
         fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {size}, as {nearest} do")
-    low, high = args.log_std_min, args.log_std_max
-    if (low is not None and args.log_std_init < low) or (high is not None and args.log_std_init > high):
-        fail(f"--log-std-init {args.log_std_init} is outside --log-std-min {low} to --log-std-max {high}")
 
 
 class VectorMember(gym.Wrapper):
@@ -803,8 +802,7 @@ def make_envs(args, num_envs):
     action_space, discrete = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)
     is_real = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
     if not is_real and not isinstance(action_space, discrete):
-        kind = type(action_space).__name__
-        fail(f"{args.env_id} has {kind} actions: Discrete, MultiDiscrete or a Box of real numbers is needed")
+        fail(f"{args.env_id} has actions {action_space}: Discrete, MultiDiscrete or a Box of floats is needed")
     return envs
 
 
@@ -833,8 +831,8 @@ def read_action_masks(infos, num_envs, action_sizes):
 
 
 def stagger_episodes(envs, rank, num_ranks):
-    """After the first reset: let environment i begin at i / num_envs of its time limit. Otherwise all episodes without
-    another end would end together, and a batch would hold one phase of the episode. -> bool (N,): not whole"""
+    """After the first reset: shorten the time limit of the first episodes, each by another amount. Otherwise all would
+    end together, and a batch would hold one phase of the episode. -> bool (N,): which are shortened"""
     i = rank * envs.num_envs + np.arange(envs.num_envs)
     elapsed_steps = i * (envs.spec.max_episode_steps or 0) // (num_ranks * envs.num_envs)
     if elapsed_steps.any():
@@ -899,7 +897,7 @@ class Run:
     """The folder of a run, with args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt;
     also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
 
-    def __init__(self, args, rank, global_step, seconds, device):
+    def __init__(self, args, rank, num_iterations, global_step, seconds, device):
         self.args, self.dir, self.global_step = args, None, global_step
         if rank > 0:
             self.log = self.save = self.close = lambda *arguments: None
@@ -907,17 +905,25 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.dir / "lock")  # the system frees it when this process ends
+        # The system frees it when this process ends. This process may take it again (is_singleton).
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
-        batch_size = args.num_envs * args.num_steps
-        self.total_steps = args.total_timesteps // batch_size * batch_size
-        self.say(f"{self.dir}: {self.total_steps // batch_size} iterations of {batch_size} steps on {device}")
+        self.total_steps = num_iterations * args.num_steps * args.num_envs
+        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
-        self.open_episodes(global_step)
+        # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
+        path = self.dir / "episodes.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
+        rows = [row for row in rows if int(row[0]) <= global_step]
+        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
+        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
+        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        self.episodes_file = path.open("a")
         if args.track:
             import wandb
 
@@ -929,17 +935,6 @@ class Run:
         self.start_time, self.first_log = time.time() - seconds, None
         self.bar = tqdm(total=self.total_steps, initial=global_step, unit="step", unit_scale=True, disable=None)
         self.bar.set_postfix_str("compiling" if args.compile else "")
-
-    def open_episodes(self, last_step):
-        """Begin episodes.csv. On --resume, drop its rows after last_step and those that cannot be read."""
-        path = self.dir / "episodes.csv"
-        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
-        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
-        rows = [row for row in rows if int(row[0]) <= last_step]
-        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
-        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
-        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
-        self.episodes_file = path.open("a")
 
     def log(self, global_step, episodes, scalars):
         """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
@@ -992,8 +987,6 @@ class Run:
 def load_checkpoint(run_dir):
     """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.is_file():
-        fail(f"there is no {path}: give a run folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
         args, state = Args(**checkpoint["args"]), checkpoint["agent"]
@@ -1002,7 +995,7 @@ def load_checkpoint(run_dir):
         agent.load_state_dict(state)
         rest = {key: checkpoint[key] for key in ("optimizer", "global_step", "seconds")}
     except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is damaged, or from another script or version: {type(error).__name__}")
+        fail(f"{path} is missing, damaged, or from another script or version: {type(error).__name__}")
     return {"args": args, "agent": agent, **rest}
 
 
@@ -1031,8 +1024,7 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
     if not is_image(env.observation_space):
         env = gym.wrappers.FlattenObservation(env)
     if video_of:
-        options = {"name_prefix": name, "disable_logger": True}
-        env = gym.wrappers.RecordVideo(env, str(Path(video_of, "videos")), lambda episode: True, **options)
+        env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
     device = agent.obs_rms.mean.device
     # Evaluation has random numbers of its own: those of training stay as they are.
@@ -1042,13 +1034,12 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
         for episode in range(episodes):
             obs, infos = env.reset(seed=seed + episode)
             state = None
-            ended = False
-            while not ended:
+            terminated = truncated = False
+            while not (terminated or truncated):
                 mask = infos.get("action_mask") if agent.args.mask_actions else None
                 action, state = agent.predict(obs, state, deterministic, mask)
                 obs, reward, terminated, truncated, infos = env.step(action)
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     env.close()

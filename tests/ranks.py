@@ -72,14 +72,16 @@ def main():
         record["averaged"].append((own, original(x).clone()))
         return x
 
-    def note_iteration(*_):  # one call behind every update
+    def note_iteration(*_):  # the first call behind every update
         (agent,) = agents
+        if record["minibatches"][-1:] == [len(record["kls"])]:
+            return
         record["weights"].append({name: parameter.detach().clone() for name, parameter in agent.named_parameters()})
         record["minibatches"].append(len(record["kls"]))
 
     spy(script.Agent, "__init__", lambda _, agent, *__: agents.append(agent))
     spy(script, "ppo_loss", note_loss)
-    spy(script, "explained_variance", note_iteration)
+    spy(script, "gather_from_ranks", note_iteration)
     original, script.average_over_ranks = script.average_over_ranks, average_over_ranks
     agent, run_dir = script.train(script.parse_args(flags))
     record |= {"agent": agent.state_dict(), "has_folder": run_dir is not None}

@@ -551,7 +551,7 @@ def test_two_estimates_of_the_kl_to_the_reference(learned):
     _, run_dir = learned
     table = [{name: float(value) for name, value in row.items()} for row in rows(run_dir)]
     for row in table[4:]:
-        assert 0 < row["charts/kl_k3"] and abs(row["charts/kl_k3"] / row["charts/kl"] - 1) < 0.5
+        assert row["charts/kl_k3"] > 0 and abs(row["charts/kl_k3"] / row["charts/kl"] - 1) < 0.5
 
 
 def test_norm_adv(small_args, monkeypatch):
@@ -578,7 +578,7 @@ def test_min_response_length(small_args, monkeypatch):
 
 def test_frozen_models_in_bfloat16(models):
     """Half the bytes of their matrices, the same numbers under autocast; the layer `score` stays float32."""
-    tokenizer, *frozen = models
+    _, *frozen = models
     tokens = torch.randint(4, 20, (8, 6))
     answers = ppo_rlhf.join_answers(tokens[:, :2], torch.ones_like(tokens[:, :2]), tokens[:, 2:], EOS)
 
@@ -870,7 +870,7 @@ BAD = {
     "NaN": ({"kl_coef": "nan"}, "--kl-coef must be a finite number"),
     "negative": ({"kl_coef": -0.1}, "--kl-coef must be a finite number from 0"),
     "not a probability": ({"top_p": 1.5}, "--top-p must be a finite number from 0 to 1, not 1.5"),
-    "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),
+    "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt is missing"),
     "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt"),
 }
 

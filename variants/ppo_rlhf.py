@@ -428,6 +428,7 @@ def fail(message, code=2):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
+    # One line, words separated by \0: --x=True becomes --x, --x=False becomes --no-x, 1e6 becomes 1000000.
     line = "\0".join(sys.argv[1:] if argv is None else argv)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
     line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
@@ -685,7 +686,8 @@ class Run:
         name = f"{model_name}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.dir / "lock")  # the system frees it when this process ends
+        # The system frees it when this process ends. This process may take it again (is_singleton).
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
@@ -767,15 +769,13 @@ class Run:
 def load_checkpoint(run_dir):
     """The checkpoint of a run folder, on the CPU, with "args" as Args."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.is_file():
-        fail(f"there is no {path}: give a run folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
         checkpoint["args"] = Args(**checkpoint["args"])
         names = ("args", "actor", "critic", "actor_optimizer", "critic_optimizer", "kl_coef", "iteration", "seconds")
         return {name: checkpoint[name] for name in names}
     except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is damaged, or from another script or version: {type(error).__name__}")
+        fail(f"{path} is missing, damaged, or from another script or version: {type(error).__name__}")
 
 
 def restore(args, learners):
