@@ -905,8 +905,7 @@ class Run:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
-        # The system frees it when this process ends. This process may take it again (is_singleton).
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
             self.lock.acquire(timeout=0)
         except Timeout:

@@ -1,9 +1,9 @@
-"""Run folders -> small CSVs in benchmark/results/ -> the tables and pictures of README.md.
+"""Run folders -> small CSVs in benchmark/results/ -> the tables and pictures of README.md and docs/.
 
     python benchmark/report.py mujoco runs/*     # results/mujoco.csv, a row per finished run, and mujoco_curves.csv
     python benchmark/report.py classic runs/*    # the same for any other name
     python benchmark/report.py --random          # results/random.csv: random actions on all tasks of README
-    python benchmark/report.py --readme          # README.md: tables beside published figures, learning curves
+    python benchmark/report.py --readme          # README.md, docs/results.md: tables beside published figures, curves
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
@@ -31,6 +31,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+PICTURES = ROOT / "docs" / "pictures"
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
 FIELDS += ["episodes", "seconds", "solved_at", "flags", "defaults", "versions", "commit", "hardware"]
 # Arguments that say where and how a run went, not what it did.
@@ -433,14 +434,14 @@ def suite_table(name):
     rows = [row for rows in suite.values() for row in rows]
     versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
     lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv."]
-    if (RESULTS / f"{name}.png").exists():
-        lines += ["", f"![Learning curves: {name}](benchmark/results/{name}.png)", ""]
-        lines += [f"The same over wall time: [benchmark/results/{name}_time.png](benchmark/results/{name}_time.png)."]
+    if (PICTURES / f"{name}.png").exists():
+        lines += ["", f"![Learning curves: {name}](pictures/{name}.png)", ""]
+        lines += [f"The same over wall time: [{name}_time.png](pictures/{name}_time.png)."]
     return lines + [""]
 
 
 def draw_curves(name):
-    """results/NAME.png and NAME_time.png: for each task the mean over seeds, each seed as a thin line."""
+    """docs/pictures/NAME.png and NAME_time.png: for each task the mean over seeds, each seed as a thin line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -490,35 +491,71 @@ def draw_curves(name):
         for axis in axes[:, 0]:
             axis.set_ylabel("return, last 100 episodes")
         figure.supxlabel(label, fontsize=10)
-        figure.savefig(RESULTS / f"{name}{suffix}.png", dpi=110)
+        figure.savefig(PICTURES / f"{name}{suffix}.png", dpi=110)
         plt.close(figure)
 
 
-def fill_page(page):
-    """README with the tables of today's results between its markers: the main suite and speed first, the others further
-    below."""
-    text = "In all tables *last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over"
-    text += " seeds, with a 95% bootstrap interval (too narrow for few seeds: of three it is the range); *evaluated*"
-    text += " is the mean of ten episodes (or `--eval-episodes`) of the trained agent without exploration."
-    text += (
-        " Published figures: sources and protocols in benchmark/published.csv. *: the best evaluation during training"
+def headline():
+    """Markdown: MuJoCo beside CleanRL and the highest PPO figure found, and speed beside others, for README."""
+    published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
+    lines = [
+        "| task, 1M steps | last 100 episodes | 95% interval | seeds | CleanRL | highest PPO found |",
+        "|---" * 6 + "|",
+    ]
+    for (env_id, *_), rows in read_suite("mujoco").items():
+        values = np.array([float(row["last_100_mean"]) for row in rows])
+        low, high = bootstrap_interval([values], np.mean)
+        unit = np.abs(values).max()
+        cells = [
+            env_id,
+            f"**{number(values.mean(), unit)}**",
+            f"{number(low, unit)} to {number(high, unit)}",
+            len(rows),
+        ]
+        for column in ("cleanrl", "highest"):
+            row = published.get((env_id, column))
+            cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
+    rows = [row for row in read_csv(RESULTS / "speed.csv") if not row["case"].endswith("-ranks")]
+    ratios = [float(row["ratio"]) for row in rows if row["contestant"] in others]
+    text = (
+        f"Speed at equal settings, one CPU thread: {min(ratios):.1f} to {max(ratios):.1f} times the steps per second of"
     )
-    text += " (mean over seeds of the best, or best mean over seeds), not the last. †: a single run, evaluated without"
-    text += " exploration. Figures that could only be read off plots are left out."
+    return [*lines, "", f"{text} CleanRL, LeanRL, SB3 and sb3-contrib (`benchmark/results/speed.csv`)."]
+
+
+def results_page():
+    """docs/results.md: all suites, speed, and what the settings of the speed table learn."""
+    text = (
+        "*Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over seeds, with a 95%"
+    )
+    text += (
+        " bootstrap interval. The interval is too narrow for few seeds: of three it is the range. *Evaluated* is the"
+    )
+    text += " mean of ten episodes (or `--eval-episodes`) of the trained agent without exploration. Published figures:"
+    text += " sources and protocols are in `benchmark/published.csv`. *: the best evaluation during training (mean over"
+    text += (
+        " seeds of the best, or best mean over seeds), not the last. †: a single run, evaluated without exploration."
+    )
+    text += " Figures that could only be read off plots are left out."
+    blocks = ["# Results", "", "Written by `python benchmark/report.py --readme`.", "", text, ""]
     first, *others = [name for name in SUITES if (RESULTS / f"{name}.csv").exists()]
-    blocks = {"results": [text, "", *suite_table(first), *speed_table()], "more results": []}
+    blocks += [*suite_table(first), *speed_table()]
     for name in others:
-        blocks["more results"] += suite_table(name)
+        blocks += suite_table(name)
     text = (
         "**What the settings of the speed table learn** (`python benchmark/learning.py`); *before*: the script before"
     )
     text += " the work on its speed, with the same flags and seeds."
-    blocks["more results"] += [text, "", *learning_table(read_csv(RESULTS / "learning.csv")), ""]
-    for name, lines in blocks.items():
-        start, end = f"<!-- {name}: written by `python benchmark/report.py --readme` -->\n", f"<!-- end of {name} -->"
-        before, rest = page.split(start)
-        page = before + start + "\n".join(lines) + end + rest.split(end)[1]
-    return page
+    return "\n".join([*blocks, text, "", *learning_table(read_csv(RESULTS / "learning.csv")), ""])
+
+
+def fill_page(page):
+    """README with today's results between its markers."""
+    start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
+    before, rest = page.split(start)
+    return before + start + "\n".join(headline()) + "\n" + end + rest.split(end)[1]
 
 
 def write_readme():
@@ -526,6 +563,7 @@ def write_readme():
     for name in SUITES:
         if (RESULTS / f"{name}.csv").exists():
             draw_curves(name)
+    (ROOT / "docs" / "results.md").write_text(results_page())
     readme = ROOT / "README.md"
     readme.write_text(fill_page(readme.read_text()))
 

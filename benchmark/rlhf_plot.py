@@ -4,7 +4,7 @@
         OMP_NUM_THREADS=1 python variants/ppo_rlhf.py --seed $seed --kl-coef $kl_coef --runs-dir runs/rlhf
     done; done
     python benchmark/rlhf_plot.py collect runs/rlhf      # writes results/rlhf.csv and results/rlhf_curves.csv
-    python benchmark/rlhf_plot.py draw                   # results/rlhf_curves.csv -> results/rlhf.png
+    python benchmark/rlhf_plot.py draw                   # results/rlhf_curves.csv -> docs/pictures/rlhf.png
     python benchmark/rlhf_plot.py gpt2 FOLDER            # random models of GPT-2's size, to measure speed: no download
 
 FOLDER then has `model`, `reward` and `prompts.txt`:
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 import report
-from report import RESULTS, write_rows
+from report import PICTURES, RESULTS, write_rows
 from run import machine
 
 report.PACKAGES = ("torch", "transformers")
@@ -87,7 +87,7 @@ def draw():
     axes[2].axhline(KL_BOUND, color="0.4", linestyle="--", linewidth=1)
     axes[1].axhline(0.9, color="0.4", linestyle="--", linewidth=1)
     axes[0].legend(fontsize=8)
-    figure.savefig(RESULTS / "rlhf.png", dpi=110)
+    figure.savefig(PICTURES / "rlhf.png", dpi=110)
 
 
 def make_gpt2(folder):

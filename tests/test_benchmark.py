@@ -120,6 +120,7 @@ def test_report_of_a_run(finished_runs, tmp_path, monkeypatch, capsys):
 def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     """What README gets is what the runs did, beside the published figure; curves end where the table says."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "PICTURES", tmp_path)
     report.write_csv("classic", run_dirs(finished_runs[0]))
     report.draw_curves("classic")
     rows = report.read_csv(tmp_path / "classic.csv")
@@ -138,8 +139,9 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
 
 
 def test_readme_has_the_tables_of_the_results():
-    """No figure between its markers is older than results/, or written by hand."""
+    """No figure between its markers, and none of docs/results.md, is older than results/, or written by hand."""
     page = (ROOT / "README.md").read_text()
+    assert report.results_page() == (ROOT / "docs" / "results.md").read_text()
     assert report.fill_page(page) == page
     assert report.fill_page(re.sub(r"\| \*\*\d", "| **", page)) == page  # all figures of its tables
 

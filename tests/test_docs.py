@@ -1,4 +1,4 @@
-"""What README and the scripts say about themselves is so."""
+"""What README, docs/ and the scripts say about themselves is so."""
 
 import ast
 import re
@@ -10,6 +10,8 @@ import pytest
 from conftest import REAL_ENV, ROOT, SCRIPTS, SMALL, flags_of, scalars
 
 README = (ROOT / "README.md").read_text()
+DOCS = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+PAGES = "\n".join([README, *DOCS.values()])
 
 
 def requirements(path):
@@ -29,20 +31,38 @@ def test_script_header_agrees_with_requirements(script):
 @pytest.mark.parametrize("variant", ["ppo_gpu_sim", "ppo_rlhf"])
 def test_header_of_a_variant_agrees_with_requirements(variant):
     block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "variants" / f"{variant}.py").read_text(), re.M | re.S)[1]
-    header = set(re.findall(r'"(.+)",', block.split("dependencies")[1]))
+    header = set(re.findall(r'"([^"]+)"', block.split("dependencies")[1]))
     assert header <= requirements(ROOT / "requirements.txt") | requirements(ROOT / "variants" / "requirements.txt")
 
 
 def test_metric_table_lists_what_is_logged(script, small_args):
     _, run_dir = script.train(small_args())
-    table = README.split("## Metrics")[1].split("## ")[0]
-    assert set(re.findall(r"^\| `(\S+)`", table, re.M)) == set(scalars(run_dir))
+    assert set(re.findall(r"^\| `(\S+)`", DOCS["metrics"], re.M)) == set(scalars(run_dir))
 
 
-def test_readme_commands_have_the_flags_they_use(script):
-    """Every command line of the script in README and in its docstring parses, torchrun's too."""
+def test_readme_is_short_and_quotes_the_loop():
+    """The loop that README shows is that of ppo_continuous.py, line by line."""
+    assert len(README.splitlines()) <= 150
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    lines = [line and " " * 8 + line for line in block.splitlines()]
+    assert len(lines) > 30 and "\n".join(lines) in (ROOT / "ppo_continuous.py").read_text()
+
+
+def test_pages_link_to_each_other(tmp_path):
+    """mkdocs finds every page, picture and link; README's links lead to files."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "results" / "index.html").is_file()
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_commands_have_the_flags_they_use(script):
+    """Every command line of the script in README, in docs/ and in its docstring parses, torchrun's too."""
     starts = r"(?:python|torchrun [^\n`]*?)"
-    commands = re.findall(rf"{starts} {script.__name__}\.py((?! FLAGS)[^\n#&`]*)", README + script.__doc__)
+    commands = re.findall(rf"{starts} {script.__name__}\.py((?! FLAGS)[^\n#&`]*)", PAGES + script.__doc__)
     assert len(commands) >= 8
     for command in commands:
         if "--help" not in command:
@@ -50,13 +70,13 @@ def test_readme_commands_have_the_flags_they_use(script):
 
 
 def test_commands_of_the_benchmark_parse(monkeypatch):
-    """Those of run.py and tune.py in README, NOTES and their docstrings; what follows `--` is for the script."""
+    """Those of run.py and tune.py in docs/, NOTES and their docstrings; what follows `--` is for the script."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
     import run
     import tune
     import tyro
 
-    text = README + (ROOT / "benchmark" / "NOTES.md").read_text()
+    text = PAGES + (ROOT / "benchmark" / "NOTES.md").read_text()
     for tool, fewest in ((run, 10), (tune, 4)):
         commands = re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", text + tool.__doc__)
         assert len(commands) >= fewest
@@ -112,29 +132,29 @@ MUJOCO |= {
     ],
     indirect=["script"],
 )
-def test_readme_gives_cleanrl_settings(script, original, settings):
-    """The flags in README leave the defaults of CleanRL's script."""
-    (command,) = re.findall(rf"{script.__name__}\.py(.*)  # {original}", README)
+def test_flags_that_give_cleanrl_settings(script, original, settings):
+    """The flags in docs/choices.md leave the defaults of CleanRL's script."""
+    (command,) = re.findall(rf"{script.__name__}\.py(.*)  # {original}", DOCS["choices"])
     args = vars(script.parse_args(command.split()))
     assert {name: args[name] for name in CLEANRL | settings} == CLEANRL | settings
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
-def test_readme_snippet_acts(script, small_args, monkeypatch):
-    """The first Python block of README, on a run of the test."""
+def test_snippet_acts(script, small_args, monkeypatch):
+    """The Python block of docs/running.md, on a run of the test."""
     import gymnasium as gym
 
     args = small_args()
     _, run_dir = script.train(args)
-    block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)
     namespace = {"env": gym.make(args.env_id)}
     exec(block.replace("runs/NAME", str(run_dir)).replace("ppo_continuous", script.__name__), namespace)
     assert isinstance(namespace["reward"], float)
 
 
-def test_readme_snippet_trains(tmp_path):
-    """The second one, shorter and in another folder."""
-    _, block = re.findall(r"```python\n(.*?)```", README, re.S)
+def test_snippet_trains(tmp_path):
+    """The Python block of docs/your-environment.md, shorter and in another folder."""
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS["your-environment"], re.S)
     assert block.count("200_000") == 1
     namespace = {}
     exec(block.replace("200_000", f"2000, runs_dir={str(tmp_path)!r}, compile=False"), namespace)
@@ -172,7 +192,7 @@ def test_same_phases_in_the_same_order(script):
     phases = ["set-up", "storage", "rollout", "advantages", "update", "log and save"]
     assert re.findall(r"# ={20,} (.+)", text) == parts
     assert re.findall(r"# -{20,} (.+)", text) == phases
-    assert all(f"*{phase}*" in README for phase in phases)
+    assert all(f"*{phase}*" in DOCS["your-environment"].replace("\n", " ") for phase in phases)
 
 
 def test_every_flag_is_explained(script):

@@ -697,7 +697,7 @@ def test_evaluations_during_training(tmp_path):
 
 
 def test_commands_of_readme_parse():
-    text = (ROOT / "README.md").read_text() + script.__doc__ + (ROOT / "benchmark" / "NOTES.md").read_text()
+    text = (ROOT / "docs" / "gpu_sim.md").read_text() + script.__doc__ + (ROOT / "benchmark" / "NOTES.md").read_text()
     commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
     assert len(commands) >= 9
     for command in commands:

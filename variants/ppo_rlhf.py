@@ -30,7 +30,8 @@ Choices, where implementations differ:
     cache: the probability ratio is 1 in the first minibatch of an iteration.
  7. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only: with
     them the ratio is not that of the distribution which was sampled from.
- 8. No answer is dropped. --min-response-length trains on longer ones only (DeepSpeed-Chat: 2 tokens, EOS not counted).
+ 8. No answer is dropped. --min-response-length trains on longer ones only. DeepSpeed-Chat drops those below 2 tokens,
+    where an EOS that is the padding does not count.
  9. kl_coef is fixed. --kl-target makes it follow the KL (Ziegler et al. 2019).
 10. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16, and frozen models
     store their matrices so. Values and scores stay float32. Logits are rounded to bfloat16: those of GPT-2, near -100,
@@ -100,7 +101,7 @@ class Args:  # the comments are what --help prints
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
     # --- answers
     response_length: int = 16  # tokens that an answer has at most, EOS included
-    min_response_length: int = 1  # shorter answers are scored and not trained on; DeepSpeed-Chat: 3, EOS included
+    min_response_length: int = 1  # shorter answers, EOS included, are scored and not trained on; 1: trained on all
     temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
     top_k: int = 0  # sample only from the k likeliest tokens, which the losses ignore; 0: from all
     top_p: float = 1.0  # sample only from the likeliest tokens of this total probability, likewise; 1: all
@@ -131,7 +132,7 @@ def join_answers(prompt_ids, prompt_mask, answers, eos_token_id):
     """Prompts (B, P) and answers (B, R) -> sequences and attention mask (B, L), and which tokens of the answers are
     actions (B, R) bool: all up to the first EOS, which is one. What follows is padding, whatever its id."""
     is_eos = (answers == eos_token_id).long()
-    mask = is_eos.cumsum(-1) - is_eos == 0
+    mask = is_eos.cumsum(-1) - is_eos == 0  # no EOS before this token
     return torch.cat([prompt_ids, answers], 1), torch.cat([prompt_mask, mask.long()], 1), mask
 
 
@@ -145,7 +146,7 @@ def generate(actor, tokenizer, prompts, do_sample=True):
 
 def model_inputs(sequences, attention_mask):
     """Positions count real tokens: padding on the left moves nothing."""
-    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # (B, L); the clamp is for padding
     return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
 
 
@@ -176,7 +177,7 @@ def get_values(critic, sequences, attention_mask, mask):
 
 def get_scores(reward_model, sequences, attention_mask, mask):
     """Score of every answer, read at its last token (EOS, if it was sampled), (B,)"""
-    last = mask.sum(-1, keepdim=True) - 1
+    last = mask.sum(-1, keepdim=True) - 1  # (B, 1)
     return score_tokens(reward_model, sequences, attention_mask)[:, -mask.shape[1] :].gather(1, last).squeeze(1)
 
 
@@ -186,8 +187,8 @@ def get_scores(reward_model, sequences, attention_mask, mask):
 def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
     """kl = log_probs - reference's, mask (B, R), scores (B,) -> rewards (B, R): the KL penalty of every token; on the
     last one of the answer the clipped score too; 0 behind it."""
-    rewards = (-kl_coef * kl).masked_fill(~mask, 0.0)
-    last = mask.sum(-1, keepdim=True) - 1
+    rewards = (-kl_coef * kl).masked_fill(~mask, 0.0)  # (B, R)
+    last = mask.sum(-1, keepdim=True) - 1  # (B, 1)
     return rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
 
 
@@ -242,7 +243,7 @@ def apply_gradient(loss, model, optimizer, max_grad_norm):
     optimizer.zero_grad()
     loss.backward()
     for parameter in model.parameters():
-        if parameter.grad is not None:
+        if parameter.grad is not None:  # some models have parameters that take no part
             average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
         clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -252,7 +253,7 @@ def apply_gradient(loss, model, optimizer, max_grad_norm):
 def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, episodes):
     """Raise or lower the coefficient by about 20% at most in kl_horizon answers, in proportion to how far the KL per
     answer is from its target (Ziegler et al. 2019, section 2.2)."""
-    error = min(max(kl / kl_target - 1, -0.2), 0.2)
+    error = min(max(kl / kl_target - 1, -0.2), 0.2)  # relative, at most 20%
     return kl_coef * (1 + error * min(episodes / kl_horizon, 1.0))
 
 
@@ -295,11 +296,11 @@ def train(args, stop_signals=()):
     actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
     critic_optimizer = torch.optim.Adam(critic.parameters(), betas=(0.9, 0.95))
     actor_lr, critic_lr = args.actor_learning_rate, args.critic_learning_rate
-    if actor_lr is None:
+    if actor_lr is None:  # trained models are changed in small steps
         actor_lr = 5e-4 if args.model is None else 1e-5
     if critic_lr is None:
         critic_lr = 1e-3 if args.model is None else 5e-6
-    learners = {"actor": actor, "critic": critic}
+    learners = {"actor": actor, "critic": critic}  # a checkpoint holds their state
     learners |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
     first, seconds, kl_coef = restore(args, learners) if args.resume else (0, 0.0, args.kl_coef)
 
@@ -338,7 +339,7 @@ def train(args, stop_signals=()):
         kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # summed per answer, its mean estimates the KL
         rewards = compute_rewards(kl, scores, mask, kl_coef, args.clip_reward)
         advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)  # (B, R)
-        trained = mask & (mask.sum(-1, keepdim=True) >= args.min_response_length)
+        trained = mask & (mask.sum(-1, keepdim=True) >= args.min_response_length)  # (B, R)
 
         # ----------------------------------------------------------------------------------------------------- update
         update_time, all_metrics = time.time(), []
@@ -389,6 +390,7 @@ def train(args, stop_signals=()):
             **{f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics},
             "losses/explained_variance": explained_variance(values[mask], returns[mask]),
         }
+        # Of all ranks: their mean times their number. Prompts count in the update, once per epoch.
         num_tokens = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
         times = rollout_time - start_time, time.time() - update_time
         scalars["charts/generated_tokens_per_second"] = num_tokens[0] / times[0]
@@ -686,8 +688,7 @@ class Run:
         name = f"{model_name}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
         self.dir.mkdir(parents=True, exist_ok=True)
-        # The system frees it when this process ends. This process may take it again (is_singleton).
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
