@@ -27,6 +27,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import suites
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,10 +203,8 @@ def curve(run_dir, global_step):
 
 def write_csv(name, run_dirs):
     """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed."""
-    from run import SUITES as suites  # which imports this file
-
     key = ("script", "env_id", "exp_name", "flags", "seed")
-    tasks, found = {(script, env_id) for script, env_id, _ in suites.get(name, [])}, []
+    tasks, found = {(script, env_id) for script, env_id, _ in suites.SUITES.get(name, [])}, []
     for run_dir in run_dirs:
         if (run_dir / "args.json").is_file() and (script := script_of(run_dir)) in SCRIPTS:
             args = json.loads((run_dir / "args.json").read_text())
