@@ -505,15 +505,15 @@ def headline():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = bootstrap_interval([values], np.mean)
         unit = np.abs(values).max()
-        cells = [
-            env_id,
-            f"**{number(values.mean(), unit)}**",
-            f"{number(low, unit)} to {number(high, unit)}",
-            len(rows),
-        ]
+        cells, marks, means = [number(values.mean(), unit)], [""], [values.mean()]
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
-            cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
+            cells.append(number(row["mean_return"], unit) if row else "")
+            marks.append(row["mark"].replace("*", "\\*") if row else "")
+            means.append(float(row["mean_return"]) if row else -np.inf)
+        cells[np.argmax(means)] = f"**{cells[np.argmax(means)]}**"
+        cells = [cell + mark for cell, mark in zip(cells, marks)]
+        cells = [env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
     rows = [row for row in read_csv(RESULTS / "speed.csv") if not row["case"].endswith("-ranks")]

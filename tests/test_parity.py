@@ -20,9 +20,10 @@ OWN |= {"parse_args", "ppo_loss", "train"}
 RLHF = "variants/ppo_rlhf"  # it has no environments and several models
 OWN = dict.fromkeys(SCRIPTS, OWN) | {RLHF: OWN - {"parse_args"} | {"Run", "main", "restore", "start_device"}}
 # Lines of each script: down to the end of `train`, of the whole file, of `train` itself.
-# The goals for whole files are 760, 840, 980 and 840, for the second diff 420. They are not reached; nothing may grow.
+# The goals for the first three whole files are 760, 840 and 980, for the second diff 420. They are not reached; nothing
+# may grow.
 CEILINGS = {"ppo_continuous": (540, 850, 200), "ppo_discrete": (600, 945, 210), "ppo_rnn": (720, 1090, 230)}
-CEILINGS |= {RLHF: (620, 855, 210)}
+CEILINGS |= {RLHF: (620, 840, 210)}
 # Changed lines that `diff` shows between siblings.
 DIFFERENCES = {("ppo_continuous", "ppo_discrete"): 360, ("ppo_discrete", "ppo_rnn"): 480}
 

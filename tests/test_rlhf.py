@@ -857,14 +857,15 @@ BAD = {
     "no prompts": ({"prompts": "HERE/nothing.txt"}, "nothing.txt has no prompts"),
     "prompt too long": (
         {"prompts": "HERE/long.txt"},
-        "the 59 tokens of the prompt and --response-length 6 are more than",
+        "line 1: 59 tokens and --response-length exceed the context of 64",
     ),
     "no file": ({"prompts": "HERE/nowhere.txt"}, "cannot read prompts from"),
     "a conversation": ({"prompts": "HERE/chat.jsonl"}, "a prompt is a string, not a conversation"),
     "null": ({"prompts": "HERE/null.jsonl"}, "a prompt is a string, not a conversation"),
     "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "cannot read prompts from"),
     "models without prompts": ({"prompts": None}, "--model, --reward-model and --prompts"),
-    "indivisible": ({"num_minibatches": 3}, "--num-minibatches 3 must divide the 8 answers"),
+    "indivisible": ({"num_minibatches": 3}, "--batch-size 8 must be a multiple of num_minibatches * processes = 3"),
+    "nothing to train on": ({"min_response_length": 7}, "--min-response-length 7 is above --response-length 6"),
     "too short": ({"total_episodes": 7}, "--total-episodes 7 is below --batch-size 8"),
     "zero": ({"temperature": 0.0}, "--temperature must be a finite number from 0.0001 to inf, not 0.0"),
     "NaN": ({"kl_coef": "nan"}, "--kl-coef must be a finite number"),
@@ -976,8 +977,9 @@ def test_tokens_beyond_the_embedding(models, small_args, tmp_path, capsys):
     for name, each in (("model", model), ("reward", reward_model)):
         save(each, added, tmp_path / name)
     folders = {"model": str(tmp_path / "model"), "reward_model": str(tmp_path / "reward")}
-    loaded, *_ = ppo_rlhf.make_models(ppo_rlhf.Args(**folders), torch.device("cpu"))
-    assert loaded.pad_token_id == loaded.eos_token_id
+    loaded, actor, _ = ppo_rlhf.make_models(ppo_rlhf.Args(**folders), torch.device("cpu"))
+    sequences, *_ = ppo_rlhf.generate(actor, loaded, [[4], [4, 5, 6]])
+    assert sequences.max() < model.config.vocab_size
 
 
 def test_prompts_that_end_the_text(models, small_args, tmp_path, capsys):

@@ -28,25 +28,24 @@ Choices, where implementations differ:
  5. Actor and critic have an Adam each, with betas (0.9, 0.95). Learning rates fall linearly, without a warm-up.
  6. There is no dropout. Old and new log-probabilities come from the same forward pass, never from `generate` with its
     cache: the probability ratio is 1 in the first minibatch of an iteration.
- 7. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only: with
-    them the ratio is not that of the distribution which was sampled from.
+ 7. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only: the
+    losses still use the full distribution.
  8. No answer is dropped. --min-response-length trains on longer ones only. DeepSpeed-Chat drops those below 2 tokens,
     where an EOS that is the padding does not count.
  9. kl_coef is fixed. --kl-target makes it follow the KL (Ziegler et al. 2019).
 10. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16, and frozen models
-    store their matrices so. Values and scores stay float32. Logits are rounded to bfloat16: those of GPT-2, near -100,
-    to 0.5 (--no-bf16 avoids it).
+    store their matrices so. Values and scores stay float32. Logits are rounded to bfloat16. Those of GPT-2 are near
+    -100, where its steps are 0.5 (--no-bf16 avoids that).
 
 In reading order: Args, models, advantages and losses, train. The services below `train` hold no PPO.
-Shapes: B = answers of a process in an iteration, M = minibatch, P = longest prompt, R = longest answer, L = P + R,
-V = vocabulary; (M,) in the losses: all actions of a minibatch. Prompts are padded on the left, answers on the right:
-all answers begin in column P.
+Shapes: B = answers of a process in an iteration, M = answers of a minibatch, P = longest prompt, R = longest answer,
+L = P + R, V = vocabulary; (M,) in the losses: all actions of a minibatch. Prompts are padded on the left, answers on
+the right: all answers begin in column P.
 Sibling: ../ppo_continuous.py. Functions that both have are the same text.
 """
 
 import contextlib
 import copy
-import csv
 import dataclasses
 import json
 import math
@@ -139,7 +138,8 @@ def join_answers(prompt_ids, prompt_mask, answers, eos_token_id):
 @torch.no_grad()
 def generate(actor, tokenizer, prompts, do_sample=True):
     """Answers of the actor to prompts, lists of token ids. -> sequences, attention mask (B, L), mask (B, R)"""
-    prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.pad_token_id))
+    # Nothing attends to padding: any token will do.
+    prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.eos_token_id))
     sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
     return join_answers(prompt_ids, prompt_mask, sequences[:, prompt_ids.shape[1] :], tokenizer.eos_token_id)
 
@@ -214,7 +214,7 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     """Advantages and returns of the tokens of answers, 0 behind them; all (B, R). An answer is an episode that its last
     token terminates, EOS or not: the score is for the text within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
-    next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 where an answer ends: no flag has to say so again
+    next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token: both flags may stay False
     never = torch.zeros_like(mask)
     steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
@@ -287,8 +287,6 @@ def train(args, stop_signals=()):
     for parameter in [*reference.parameters(), *reward_model.parameters()]:
         average_over_ranks(parameter)  # the same weights on all ranks, whatever their processors
     actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
-    if on_cuda and args.bf16:
-        store_in_bfloat16(reference, reward_model)
     checkpointing = on_cuda and args.gradient_checkpointing
     if checkpointing:
         actor.gradient_checkpointing_enable()
@@ -296,20 +294,22 @@ def train(args, stop_signals=()):
     actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
     critic_optimizer = torch.optim.Adam(critic.parameters(), betas=(0.9, 0.95))
     actor_lr, critic_lr = args.actor_learning_rate, args.critic_learning_rate
-    if actor_lr is None:  # trained models are changed in small steps
+    if actor_lr is None:  # large trained models need smaller steps
         actor_lr = 5e-4 if args.model is None else 1e-5
     if critic_lr is None:
         critic_lr = 1e-3 if args.model is None else 5e-6
     learners = {"actor": actor, "critic": critic}  # a checkpoint holds their state
     learners |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
-    first, seconds, kl_coef = restore(args, learners) if args.resume else (0, 0.0, args.kl_coef)
+    last, seconds, kl_coef = restore(args, learners) if args.resume else (0, 0.0, args.kl_coef)
 
-    run = Run(args, rank, first, seconds, device)
+    run = Run(args, rank, last, seconds, device)
     if args.model is None and not args.resume:  # --resume and --evaluate read them
         run.save_model(reference, tokenizer, "supervised")
         run.save_model(reward_model, tokenizer, "reward")
+    if on_cuda and args.bf16:
+        store_in_bfloat16(reference, reward_model)
 
-    for iteration in range(first + 1, num_iterations + 1):
+    for iteration in range(last + 1, num_iterations + 1):  # `last`: of the checkpoint
         # A seed for every iteration: a resumed run draws the same numbers. Other ranks draw others.
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank, iteration]).generate_state(1)[0]))
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
@@ -327,9 +327,9 @@ def train(args, stop_signals=()):
         # In minibatches, as in the update, to need no more memory.
         parts = []
         with torch.no_grad(), autocast:
-            for answers in zip(*(x.split(M) for x in (sequences, attention_mask, mask))):
-                log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
-                values, scores = get_values(critic, *answers), get_scores(reward_model, *answers)
+            for part in zip(*(x.split(M) for x in (sequences, attention_mask, mask))):
+                log_probs, ref_log_probs = (get_log_probs(x, *part, args.temperature)[0] for x in (actor, reference))
+                values, scores = get_values(critic, *part), get_scores(reward_model, *part)
                 parts.append((log_probs, ref_log_probs, values, scores))
         log_probs, ref_log_probs, values, scores = (torch.cat(x) for x in zip(*parts))  # scores (B,), others (B, R)
         if not scores.isfinite().all():
@@ -343,7 +343,7 @@ def train(args, stop_signals=()):
 
         # ----------------------------------------------------------------------------------------------------- update
         update_time, all_metrics = time.time(), []
-        actor.train(checkpointing), critic.train(checkpointing)  # checkpointing needs that mode; no dropout in either
+        actor.train(checkpointing), critic.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
         for _ in range(args.ppo_epochs):
             permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
             tensors = (sequences, attention_mask, mask, trained, log_probs, values, advantages, returns)
@@ -352,7 +352,7 @@ def train(args, stop_signals=()):
                 mb_answers, mb_trained = minibatch[:3], minibatch[3]
                 # Only actions count, in losses as in metrics: (actions,)
                 mb_log_probs, mb_values, mb_advantages, mb_returns = (x[mb_trained] for x in minibatch[4:])
-                if args.norm_adv:
+                if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
                     mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
                 with autocast:
                     new_log_probs, logits = get_log_probs(actor, *mb_answers, args.temperature)
@@ -390,7 +390,11 @@ def train(args, stop_signals=()):
             **{f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics},
             "losses/explained_variance": explained_variance(values[mask], returns[mask]),
         }
-        # Of all ranks: their mean times their number. Prompts count in the update, once per epoch.
+        texts = decode(tokenizer, iteration_prompts, sequences, mask)
+        if args.model is None:
+            task_scores = [task_score(answer) for _, answer in texts]
+            scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
+        # Times num_ranks, because the loop below takes the mean. The update also counts prompts, once per epoch.
         num_tokens = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
         times = rollout_time - start_time, time.time() - update_time
         scalars["charts/generated_tokens_per_second"] = num_tokens[0] / times[0]
@@ -401,16 +405,14 @@ def train(args, stop_signals=()):
         if args.kl_target is not None:
             kl = scalars["charts/kl"].item()
             kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, args.batch_size)
-        texts = decode(tokenizer, iteration_prompts, sequences, mask)
-        if args.model is None:
-            scalars["charts/task_score"] = np.mean([task_score(answer) for _, answer in texts])
         run.log(iteration, scalars, list(zip(scores.tolist(), texts))[:4])
-        stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
+        # On any rank; read once, so that all ranks agree.
+        stopped = average_over_ranks(torch.tensor(float(bool(stop_signals)), device=device)) > 0
         if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
-            run.save(learners, kl_coef)
+            run.save(iteration, learners, kl_coef)
         if stopped:
             break
-    else:  # not stopped
+    else:  # no break: all iterations are done
         run.save_model(actor, tokenizer, "actor")
 
     run.close()
@@ -451,10 +453,10 @@ def check_args(args, num_ranks=1):
             fail(f"--{field.name.replace('_', '-')} must be a finite number from {low} to {high}, not {value}")
     if len({args.model is None, args.reward_model is None, args.prompts is None}) > 1:
         fail("--model, --reward-model and --prompts are given together, or none of them (the built-in task)")
-    if args.batch_size % num_ranks:
-        fail(f"--batch-size {args.batch_size} must be a multiple of the {num_ranks} processes of torchrun")
-    if (size := args.batch_size // num_ranks) % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} must divide the {size} answers of a process")
+    if args.batch_size % (parts := num_ranks * args.num_minibatches):
+        fail(f"--batch-size {args.batch_size} must be a multiple of num_minibatches * processes = {parts}")
+    if args.min_response_length > args.response_length:
+        fail(f"--min-response-length {args.min_response_length} is above --response-length {args.response_length}")
     if args.total_episodes < args.batch_size:
         fail(f"--total-episodes {args.total_episodes} is below --batch-size {args.batch_size}")
 
@@ -467,7 +469,7 @@ def start_device(args):
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         # Padding on the left attends to nothing, for which cuDNN's attention gives NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     if args.model is None:
@@ -483,15 +485,6 @@ def average_over_ranks(x):
     return x
 
 
-def gather_from_ranks(items):
-    """Under torchrun: the lists of all ranks, joined. Otherwise the list as it is."""
-    if not dist.is_initialized():
-        return items
-    lists = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, items)
-    return [item for items in lists for item in items]
-
-
 # The built-in task: speak well of the thing that the prompt asks about. The supervised model has learned to answer from
 # writers who liked half of what they ate; the reward model has learned to tell how much they liked it.
 REQUESTS = "how is the {} ?", "tell us about the {} please .", "what did you think about the {} today ?"
@@ -505,8 +498,7 @@ SENTENCE = re.compile(rf"it is {JUDGEMENT}(?: and {JUDGEMENT})* \.")
 
 
 def task_score(answer):
-    """The true score, which the built-in reward model learns, 0 to 1: the share of good judgements in an answer; 0 if
-    the answer is no sentence. "it is good ." has 1."""
+    """The true score, 0 to 1: the share of good judgements in an answer; 0 if the answer is no sentence."""
     if not SENTENCE.fullmatch(answer):
         return 0.0
     judgements = [word in GOOD for word in answer.split() if word in GOOD + BAD]
@@ -521,8 +513,7 @@ def demonstrate(generator):
 
 
 def make_builtin_models(args):
-    """Tokenizer, language model and reward model of the built-in task, trained here on the same demonstrations: the one
-    imitates them, the other learns their scores, each by supervised learning."""
+    """Tokenizer, language model and reward model of the built-in task, trained on the same demonstrations."""
     words = " ".join([*BUILTIN_PROMPTS, "it is and .", *ADVERBS, *GOOD, *BAD]).split()
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<eos>", *words]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
@@ -572,8 +563,7 @@ def load_model(kind, name):
 
 
 def make_models(args, device):
-    """Tokenizer, reference and reward model, frozen, on the device: those of --model and --reward-model, or of the
-    built-in task, which --resume and --evaluate read from the run folder."""
+    """Tokenizer, reference and reward model, frozen. --resume and --evaluate read built-in ones from the run folder."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     run_dir = args.resume or args.evaluate
@@ -591,13 +581,9 @@ def make_models(args, device):
         if tokenizer.eos_token_id is None:
             fail(f"the tokenizer of --model {name} has no EOS token: no answer could end")
         if args.reward_model and reward_model.config.pad_token_id == tokenizer.eos_token_id:
-            text = "scores are read at the EOS that ends an answer; transformers' own classifier reads the token before"
-            print(f"--reward-model {reward_name} pads with EOS: {text}")
-    # A pad token may have been added without a row of the embedding; nothing attends to padding, so any token will do.
-    if tokenizer.pad_token is None or tokenizer.pad_token_id >= reference.config.get_text_config().vocab_size:
-        tokenizer.pad_token = tokenizer.eos_token
+            print(f"{reward_name} pads with EOS: scores are read at the EOS, transformers' classifier reads before it")
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     # The model's own settings of sampling do not apply.
     reference.generation_config = transformers.GenerationConfig(max_new_tokens=args.response_length, **sampling, **ids)
     return tokenizer, *(model.to(device).eval().requires_grad_(False) for model in (reference, reward_model))
@@ -641,8 +627,7 @@ def load_prompts(args, tokenizer, *models):
         if max(prompt) >= vocab_size:
             fail(f"{source}, line {number}: the prompt has token {max(prompt)}, a model knows only {vocab_size}")
         if len(prompt) + args.response_length > context:
-            limit = f"--response-length {args.response_length} are more than the {context} that the models can see"
-            fail(f"{source}, line {number}: the {len(prompt)} tokens of the prompt and {limit}")
+            fail(f"{source}, line {number}: {len(prompt)} tokens and --response-length exceed the context of {context}")
     return prompts
 
 
@@ -680,7 +665,7 @@ class Run:
     models; also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
 
     def __init__(self, args, rank, iteration, seconds, device):
-        self.args, self.dir, self.iteration = args, None, iteration
+        self.args, self.dir = args, None
         if rank > 0:
             self.log = self.save = self.save_model = self.close = lambda *arguments: None
             return
@@ -697,7 +682,13 @@ class Run:
         self.say(f"{self.dir}: {self.num_iterations} iterations of {args.batch_size} answers on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
-        self.open_metrics(iteration)
+        # metrics.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
+        path = self.dir / "metrics.csv"
+        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = [row for row in rows if row.count(",") == rows[0].count(",")]
+        rows = [row for row in rows if not row[0].isdigit() or int(row.split(",")[0]) <= iteration]
+        path.write_text("".join(f"{row}\n" for row in rows))
+        self.metrics_file = path.open("a")
         if args.track:
             import wandb
 
@@ -710,25 +701,14 @@ class Run:
         total, initial = self.num_iterations * args.batch_size, iteration * args.batch_size
         self.bar = tqdm(total=total, initial=initial, unit="answer", disable=None)
 
-    def open_metrics(self, iteration):
-        """Begin metrics.csv. On --resume, drop its rows after this iteration and those that cannot be read."""
-        path = self.dir / "metrics.csv"
-        header, *rows = path.read_text(errors="replace").splitlines() if path.exists() else [""]
-        whole = [row for row in rows if re.match(r"\d+,", row) and row.count(",") == header.count(",")]
-        kept = [row for row in whole if int(row.split(",")[0]) <= iteration]
-        path.write_text("".join(f"{row}\n" for row in [header, *kept] if row))
-        self.metrics_file = path.open("a", newline="")
-
     def log(self, iteration, scalars, samples):
         """scalars: {name: number or tensor ()}; samples: [(score, (prompt, answer)), ...]"""
         global_step = iteration * self.args.batch_size
         row = {"iteration": iteration, "global_step": global_step, "seconds": time.time() - self.start_time}
         row |= {name: float(value) for name, value in scalars.items()}
-        table = csv.writer(self.metrics_file, lineterminator="\n")
         if self.metrics_file.tell() == 0:
-            table.writerow(row)
-        table.writerow([f"{value:.9g}" for value in row.values()])
-        self.metrics_file.flush()
+            print(*row, sep=",", file=self.metrics_file)
+        print(*(f"{value:.9g}" for value in row.values()), sep=",", file=self.metrics_file, flush=True)
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, global_step)
         text = "   ".join(f"{name} {row['charts/' + name]:.3f}" for name in ("reward", "kl", "response_length"))
@@ -739,7 +719,6 @@ class Run:
             for number, (score, (prompt, answer)) in enumerate(samples):
                 self.say(format_sample(score, prompt, answer))
                 self.writer.add_text(f"sample {number}", f"{prompt} -> {answer} ({score:.3f})", global_step)
-        self.iteration = iteration
 
     def say(self, text):
         with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
@@ -750,11 +729,11 @@ class Run:
         model.save_pretrained(self.dir / name)
         tokenizer.save_pretrained(self.dir / name)
 
-    def save(self, learners, kl_coef):
+    def save(self, iteration, learners, kl_coef):
         """Replace checkpoint.pt in one move: a kill leaves the new one or the one before, whole."""
         self.writer.flush()  # the logs first: a checkpoint never knows of rows that are not on disk
         checkpoint = {name: learner.state_dict() for name, learner in learners.items()}
-        checkpoint |= {"args": vars(self.args), "kl_coef": kl_coef, "iteration": self.iteration}
+        checkpoint |= {"args": vars(self.args), "kl_coef": kl_coef, "iteration": iteration}
         torch.save(checkpoint | {"seconds": time.time() - self.start_time}, self.dir / "checkpoint.tmp")
         os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
 
@@ -794,8 +773,8 @@ def restore(args, learners):
 
 @torch.no_grad()
 def evaluate(run_dir, args):
-    """Answers of a run's actor to the first eval_episodes prompts (over and over, if they are fewer), as pairs of texts
-    (prompt, answer), with their scores and KL to the reference, (E,) both. A minibatch's rows are made at once."""
+    """The actor of a run answers E = eval_episodes prompts, in order, over and over. -> texts (prompt, answer), scores
+    and KL to the reference (E,)"""
     checkpoint, device = load_checkpoint(run_dir), start_device(args)
     tokenizer, reference, reward_model = make_models(args, device)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
@@ -804,9 +783,10 @@ def evaluate(run_dir, args):
     actor.load_state_dict(checkpoint["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
     torch.manual_seed(args.seed)
-    texts, scores, kls, rows = [], [], [], max(1, args.batch_size // args.num_minibatches)
-    for start in range(0, args.eval_episodes, rows):
-        some = [prompts[n % len(prompts)] for n in range(start, min(start + rows, args.eval_episodes))]
+    prompts = [prompts[n % len(prompts)] for n in range(args.eval_episodes)]
+    texts, scores, kls, M = [], [], [], args.batch_size // args.num_minibatches
+    for start in range(0, args.eval_episodes, M):
+        some = prompts[start : start + M]
         with autocast:
             sequences, _, mask = answers = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
             log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
@@ -821,6 +801,7 @@ def main():
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
         args = parse_args(default=load_checkpoint(args.evaluate or args.resume)["args"])
     if args.evaluate:
+        check_args(args)
         texts, scores, kls = evaluate(args.evaluate, dataclasses.replace(args, resume=None))
         for score, pair in list(zip(scores, texts))[:8]:
             print(format_sample(score, *pair))
@@ -846,6 +827,7 @@ def main():
     elif run_dir:
         print(f"{run_dir}/actor: the trained model, for transformers' from_pretrained")
     if dist.is_torchelastic_launched():  # not by Python's own end, in which a thread of torch.distributed may abort
+        sys.stdout.flush()
         os._exit(exit_code)
     return exit_code
 
