@@ -442,6 +442,7 @@ def train(args, stop_signals=()):
             all_raw_obs.append(next_obs)
             obs[t], actions[t], log_probs[t], env_actions = act(torch.from_numpy(next_obs).to(device))
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+            truncated = truncated & ~terminated  # with both set it terminated
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
             global_step += args.num_envs
             if not (np.isfinite(reward).all() and np.isfinite(next_obs).all()):
@@ -466,8 +467,7 @@ def train(args, stop_signals=()):
         raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)
         final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
         rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-        # Not compiled: E differs between rollouts.
-        values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
+        values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N); not compiled: E differs
         # Of a critic that has not learned from these returns.
         scalars = {"losses/explained_variance": explained_variance(values, returns)}
         if args.norm_obs:  # all of this iteration are normalised by now

@@ -641,6 +641,7 @@ def train(args, stop_signals=()):
             seen = (torch.from_numpy(x).to(device) for x in (next_obs, step_starts[t], step_masks[t]))
             obs[t], actions[t], log_probs[t], env_actions, state = act(*seen, state)
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+            truncated = truncated & ~terminated  # with both set it terminated
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
             step_starts[t + 1] = terminated | truncated
             global_step += args.num_envs

@@ -67,10 +67,37 @@ class GlobalNumbers(gym.Env):
         return self.observe(), np.random.random(), False, self.steps % 5 == 0, {}
 
 
+class BothEnds(gym.Env):
+    """Every third step terminates and truncates at once; nothing is observed there."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        end = self.steps == 3
+        return np.full(2, np.nan if end else self.steps, np.float32), 1.0, end, end, {}
+
+
 for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/BothEnds-v0", BothEnds, kwargs={"discrete": discrete})
     for kind in TALK:
         gym.register(f"{name}/Talk{kind}-v0", Talkative, kwargs={"discrete": discrete, "kind": kind})
     gym.register(f"{name}/GlobalNumbers-v0", GlobalNumbers, kwargs={"discrete": discrete})
+
+
+def test_both_flags_at_once(script, small_args):
+    """The episode has terminated: its last observation does not matter, not even NaN."""
+    _, run_dir = script.train(small_args(env_id=probe(script, "BothEnds"), recompute_advantages=True))
+    state = script.load_checkpoint(run_dir)["agent"].state_dict()
+    assert all(tensor.isfinite().all() for name, tensor in state.items() if not name.startswith("action_"))
 
 
 @pytest.mark.parametrize("async_envs", [False, True])
