@@ -88,7 +88,7 @@ BAD = {
     "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt is missing"),
     "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt is missing"),
 }
-INTEGERS = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "int32): a Box of floats is needed")}
+INTEGERS = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "a Box of floats is needed")}
 BAD_FOR = {
     "ppo_continuous": {
         "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has actions Discrete(2): a Box"),
