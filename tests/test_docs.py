@@ -11,7 +11,7 @@ from conftest import REAL_ENV, ROOT, SCRIPTS, SMALL, flags_of, scalars
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
-PAGES = "\n".join([README, *DOCS.values()])
+PAGES = "\n".join([README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))])  # with notes/
 
 
 def requirements(path):
@@ -70,15 +70,14 @@ def test_commands_have_the_flags_they_use(script):
 
 
 def test_commands_of_the_benchmark_parse(monkeypatch):
-    """Those of run.py and tune.py in docs/, NOTES and their docstrings; what follows `--` is for the script."""
+    """Those of run.py and tune.py in docs/ and their docstrings; what follows `--` is for the script."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
     import run
     import tune
     import tyro
 
-    text = PAGES + (ROOT / "benchmark" / "NOTES.md").read_text()
     for tool, fewest in ((run, 10), (tune, 4)):
-        commands = re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", text + tool.__doc__)
+        commands = re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)
         assert len(commands) >= fewest
         for command in commands:
             words, _, flags = command.partition(" -- ")

@@ -697,8 +697,8 @@ def test_evaluations_during_training(tmp_path):
 
 
 def test_commands_of_readme_parse():
-    text = (ROOT / "docs" / "gpu_sim.md").read_text() + script.__doc__ + (ROOT / "benchmark" / "NOTES.md").read_text()
-    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
+    pages = [(ROOT / "docs" / name).read_text() for name in ("gpu_sim.md", "notes/gpu_sim.md")]
+    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", "\n".join([*pages, script.__doc__]))
     assert len(commands) >= 9
     for command in commands:
         script.check_args(script.parse_args(command.split()))
