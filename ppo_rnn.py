@@ -13,7 +13,7 @@
     python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent
     torchrun --nproc-per-node 2 ppo_rnn.py               # train in two processes, which share the environments
 
-Choices, where implementations of PPO differ (what each one gains: benchmark/NOTES.md):
+Choices, where implementations of PPO differ (what each one gains: docs/notes/):
  1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
  2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
     only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
