@@ -77,7 +77,6 @@ def ours_without_simulator(args, runs_dir):
     envs = FreeEnvs(args.num_envs, torch.device(args.device), ppo_args.num_steps)
     ppo.make_envs = lambda *_: envs
     ppo.train(ppo_args)
-    envs.times.pop(0)  # of the step before the first iteration, from which on steps are one off
     return envs.steps_per_second()
 
 
@@ -124,7 +123,7 @@ def ours_on_brax(args, runs_dir):
     ppo.BraxEnvs.step = step
     ppo.train(ppo.Args(**settings, total_timesteps=total, runs_dir=runs_dir, device=args.device))
     ppo.BraxEnvs.step = original
-    starts = times[1::T]
+    starts = times[::T]
     return T * N / statistics.median(b - a for a, b in pairwise(starts[3:]))
 
 

@@ -162,17 +162,6 @@ def test_a_suite_knows_its_runs(tmp_path):
         suites.make_jobs(suites.Args("classic", eval_episodes=0))
 
 
-def test_gpu_sim_resume_with_another_init_std(tmp_path, capsys):
-    sys.path.insert(0, str(ROOT / "variants"))
-    sim = importlib.import_module("ppo_gpu_sim")
-    small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "hidden_size": 8, "compile": False}
-    args = sim.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), total_timesteps=64, **small)
-    _, run_dir = sim.train(args)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        sim.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128, init_std=0.1))
-    assert "--init-std 0.1" in capsys.readouterr().err
-
-
 def test_figures_of_returns_between_0_and_1(tmp_path, script, small_args):
     """Keep the digits that tell settings apart (report.py, and tune.py, which maximises this)."""
     sys.path.insert(0, str(ROOT / "benchmark"))
@@ -238,11 +227,3 @@ def test_wandb_run_of_a_folder_called_dot(script, small_args, monkeypatch):
     saved = script.load_checkpoint(".")["args"]
     script.train(dataclasses.replace(saved, resume=".", track=True, total_timesteps=512))
     assert list(Path("wandb").glob(f"offline-run-*-{run_dir.name}"))
-
-
-def test_gpu_sim_without_a_vector_to_see(capsys):
-    sys.path.insert(0, str(ROOT / "variants"))
-    sim = importlib.import_module("ppo_gpu_sim")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        sim.make_envs(sim.Args(env_id="box/Words-v0"), 2, torch.device("cpu"))
-    assert "cannot be flattened" in capsys.readouterr().err

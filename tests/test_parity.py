@@ -1,5 +1,5 @@
 """What the scripts share is the same text in each of them. `python tests/test_parity.py` copies it from the first one
-that has it into the others. variants/ppo_gpu_sim.py is not compared: until it is rebuilt it keeps a text of its own.
+that has it into the others.
 
 A script also stays short, and carries comments."""
 
@@ -18,12 +18,16 @@ SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
 OWN = {"Args", "Agent", "VectorMember", "check_args", "evaluate", "load_agent", "load_checkpoint", "make_envs"}
 OWN |= {"parse_args", "ppo_loss", "train"}
 RLHF = "variants/ppo_rlhf"  # it has no environments and several models
-OWN = dict.fromkeys(SCRIPTS, OWN) | {RLHF: OWN - {"parse_args"} | {"Run", "main", "restore", "start_device"}}
+GPU_SIM = "variants/ppo_gpu_sim"  # its environments are tensors
+OWN = dict.fromkeys(SCRIPTS, OWN) | {
+    RLHF: OWN - {"parse_args"} | {"Run", "main", "restore", "start_device"},
+    GPU_SIM: OWN - {"load_agent"} | {"main", "mlp", "start_device"},
+}
 # Lines of each script: down to the end of `train`, of the whole file, of `train` itself.
 # The goals for the first three whole files are 760, 840 and 980, for the second diff 420. They are not reached; nothing
 # may grow.
 CEILINGS = {"ppo_continuous": (540, 850, 200), "ppo_discrete": (600, 945, 210), "ppo_rnn": (720, 1090, 230)}
-CEILINGS |= {RLHF: (620, 840, 210)}
+CEILINGS |= {RLHF: (620, 840, 210), GPU_SIM: (720, 1000, 230)}
 # Changed lines that `diff` shows between siblings.
 DIFFERENCES = {("ppo_continuous", "ppo_discrete"): 360, ("ppo_discrete", "ppo_rnn"): 480}
 
@@ -40,7 +44,7 @@ def definitions(path):
     return found
 
 
-PAIRS = [*itertools.combinations(SCRIPTS, 2), ("ppo_continuous", RLHF)]
+PAIRS = [*itertools.combinations(SCRIPTS, 2), ("ppo_continuous", RLHF), ("ppo_continuous", GPU_SIM)]
 
 
 @pytest.mark.parametrize("one, other", PAIRS)
