@@ -8,6 +8,7 @@
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
     python benchmark/speed.py defaults discrete rnn-shared --before PATH    # beside another commit, checked out at PATH
+    python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
 with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with CUDA graphs where there is a GPU:
@@ -26,6 +27,7 @@ written to results/speed.csv, or speed-before.csv with --before. The machine sho
 import argparse
 import csv
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -215,15 +217,20 @@ def one_thread(**variables):
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"} | variables
 
 
-def seconds(command, cache):
-    """Wall time of a command, which runs in an empty folder; what it compiles is kept in the folder `cache`."""
+def seconds(command, cache, cpu_time=False):
+    """Time of a command, which runs in an empty folder; what it compiles is kept in the folder `cache`."""
     environment = one_thread(TORCHINDUCTOR_CACHE_DIR=cache)
+
+    def now():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime if cpu_time else time.perf_counter()
+
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
+        start = now()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")
-        return time.perf_counter() - start
+        return now() - start
 
 
 def versions_of(python):
@@ -236,15 +243,17 @@ print(platform.machine(), "python", platform.python_version(), *packages)"""
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def measure(case, contestants, repeats):
+def measure(case, contestants, repeats, cpu_time=False):
     """A CSV row for each contestant of a case; ratios are this repository's speed to theirs, run by run."""
     singles = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: f"{folder}/{i}" for i, name in enumerate(contestants)}  # none finds what another has compiled
-        firsts = {name: seconds(command(short), caches[name]) for name, (command, short, _) in contestants.items()}
+        firsts = {
+            name: seconds(command(short), caches[name], cpu_time) for name, (command, short, _) in contestants.items()
+        }
         for repeat in range(repeats):
             for name, (command, short, long) in contestants.items():
-                brief, whole = (seconds(command(steps), caches[name]) for steps in (short, long))
+                brief, whole = (seconds(command(steps), caches[name], cpu_time) for steps in (short, long))
                 speed = (long - short) / (whole - brief)
                 singles[name].append((speed, brief - short / speed))
                 start = singles[name][-1][1]
@@ -273,7 +282,12 @@ def main():
     parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
     parser.add_argument("--leanrl", type=Path, help="a checkout of LeanRL, likewise")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit: the only other contestant")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="with --before: CPU seconds, for a machine with other things to do"
+    )
     args = parser.parse_args()
+    if args.cpu_time and not args.before:
+        parser.error("--cpu-time goes with --before")
     checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
     path, cases = RESULTS / "speed.csv", make_cases(*checkouts)
     if args.before:
@@ -285,8 +299,10 @@ def main():
             parser.error(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
     for case in args.cases:
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
-        new = measure(case, scaled, args.repeats)
-        rows = [row for row in rows if row["case"] != case] + new
+        new = measure(case, scaled, args.repeats, args.cpu_time)
+        for row in new:
+            row["case"] += ", CPU seconds" * args.cpu_time
+        rows = [row for row in rows if row["case"] != new[0]["case"]] + new
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
         if args.scale != 1:
             continue
