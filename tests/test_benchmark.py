@@ -456,12 +456,26 @@ def test_speed_is_that_of_the_steps_in_between(monkeypatch):
     """A process that needs 3 s to start and 1 s for 500 steps: 500 steps/s, whatever the start takes."""
     contestants = {"slow": (lambda steps: (3, steps / 250), 500, 1000)}
     contestants["ppo_fast"] = (lambda steps: (3, steps / 500), 1000, 4000)
-    monkeypatch.setattr(speed, "seconds", lambda command, cache: sum(command))
+    monkeypatch.setattr(speed, "seconds", lambda command, cache, cpu_time: sum(command))
     monkeypatch.setattr(speed, "versions_of", str)
     slow, fast = speed.measure("case", contestants, 3)
     assert (slow["steps_per_second"], slow["first_start_seconds"], slow["ratio"]) == ("250", "3.0", "2.00")
     assert (fast["steps_per_second"], fast["start_seconds"], fast["ratio"]) == ("500", "3.0", "1.00")
     assert fast["steps_per_second_1m"] == "499"  # 2,003 s for a million
+
+
+def test_cpu_time_does_not_count_waiting(tmp_path):
+    command = [sys.executable, "-c", "import time; time.sleep(1)"]
+    assert speed.seconds(command, str(tmp_path)) > 1 > 0.7 > speed.seconds(command, str(tmp_path), cpu_time=True)
+
+
+def test_speed_beside_another_commit():
+    """The same command lines, but for the folder of the script."""
+    case = speed.beside(Path("/elsewhere"), speed.make_cases()["discrete"])
+    assert list(case) == ["before", "ppo_discrete"]
+    before, mine = (run(100) for run, *_ in case.values())
+    assert before[1] == "/elsewhere/ppo_discrete.py" and mine[1] == str(ROOT / "ppo_discrete.py")
+    assert before[:1] + before[2:] == mine[:1] + mine[2:]
 
 
 def test_speed_drops_no_peer_in_silence(tmp_path, monkeypatch, capsys):
