@@ -49,7 +49,7 @@ SUITES = {
     "run afterwards. The noise falls to 0 over a run (`--anneal-std`), CleanRL's does not. Published figures, "
     "except CleanRL's, are for versions -v2 and -v3 of the tasks; TRPO is sb3-contrib's, evaluated after training",
     "mujoco-avx2": "**MuJoCo on another processor**, without the AVX-512 of the first: the same command, defaults and "
-    "seeds, which round differently there and are other runs for it. No setting has been chosen on these",
+    "seeds. It rounds differently, so the same seed gives another run. No setting has been chosen on these",
     "mujoco-v5": "**MuJoCo, versions -v5** of the same tasks, which gymnasium recommends today; the same defaults, not "
     "tuned on them. No published PPO figures for them were found",
     "classic": "**Classic control**",
@@ -62,8 +62,7 @@ SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
-    "continuous-8-ranks": "the same, of ours two processes on two cores (`torchrun --nproc-per-node 2`), in "
-    "shared memory, which the scripts no longer use",
+    "continuous-8-ranks": "as above, ours in two processes, by shared memory, which the scripts no longer use",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
     "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
@@ -516,7 +515,7 @@ def headline():
         cells = [env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
-    rows = [row for row in read_csv(RESULTS / "speed.csv") if not row["case"].endswith("-ranks")]
+    rows = [row for row in read_csv(RESULTS / "speed.csv") if row["case"] not in ("continuous-8-ranks", "rnn")]
     ratios = [float(row["ratio"]) for row in rows if row["contestant"] in others]
     text = (
         f"Speed at equal settings, one CPU thread: {min(ratios):.1f} to {max(ratios):.1f} times the steps per second of"

@@ -14,10 +14,11 @@
     python variants/ppo_gpu_sim.py --export runs/NAME                    # write the trained actor alone, actor.pt2
     torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, which share the environments
 
-Choices, where the three systems differ from each other and this file from them. Each difference between them is a flag.
+Choices, where rsl_rl, Google (the PyTorch notebook of Brax), NVIDIA and this file differ. Each difference is a flag.
  1. A time-out is bootstrapped from the observation that it ended in (--timeouts exact). rsl_rl takes the value before
     the step (current-value). Brax learns nothing from such a step (masked).
- 2. Advantages are GAE's. Google's have one factor lambda less (--advantages brax).
+ 2. Advantages are GAE's: A_t = delta_t + gamma lambda A_{t+1}. Google's are delta_t + gamma A_{t+1}, where A_{t+1} is
+    GAE's (--advantages brax).
  3. Google computes advantages and returns again in every minibatch, by the present critic (--recompute-targets).
  4. rsl_rl normalises advantages over the rollout, NVIDIA over a minibatch, Google not at all (--norm-adv).
  5. rsl_rl's minibatches are of single steps, Google's and NVIDIA's of whole unrolls (--unroll-length), at whose end the
@@ -92,7 +93,7 @@ class Args:  # the comments are what --help prints
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     update: Literal["rsl_rl", "google", "nvidia"] = "rsl_rl"  # sets the defaults below; those shown are rsl_rl's
     num_envs: int = 4096  # environments stepped side by side (N)
-    stagger_envs: bool = True  # begin at random steps of the time limit, if it can be set (first episodes: not logged)
+    stagger_envs: bool = True  # begin first episodes at a random step, if the simulator allows it; they are not logged
     reward_scale: float = 1.0  # the learner sees rewards times this; logged returns are raw
     # --- PPO
     num_steps: int = 24  # steps of each environment per iteration (T)
@@ -103,7 +104,9 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps, or the unrolls, of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["exact", "current-value", "masked"] = "exact"  # value of what follows a truncated step
+    timeouts: Literal["exact", "current-value", "masked"] = (
+        "exact"  # exact: V(final obs); current-value: V(obs before the step)
+    )
     advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
@@ -133,7 +136,7 @@ RSL_RL |= {"vf_coef": 2.0, "max_grad_norm": 1.0, "stagger_envs": True}
 GOOGLE |= {"vf_coef": 0.5, "max_grad_norm": 0.0, "stagger_envs": False}
 RSL_RL |= {"policy": "normal", "hidden_size": 256, "hidden_layers": 3, "activation": "elu"}
 GOOGLE |= {"policy": "tanh", "hidden_size": 64, "hidden_layers": 2, "activation": "silu"}
-# As NVIDIA's is described. The formula that was printed as NVIDIA's is --update google --no-recompute-targets.
+# NVIDIA's text describes this update. The formula in the same text differs: --update google --no-recompute-targets.
 NVIDIA = GOOGLE | {"advantages": "gae", "recompute_targets": False, "norm_adv": "minibatch"}
 UPDATES = {"rsl_rl": RSL_RL, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -272,8 +275,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
-    """advantages, returns (L, C) of unrolls. All (L, C), but last_values (C,), the values of what came after the last
-    step. timeout_values: values of what truncated steps really led to. Only --timeouts exact reads them."""
+    """advantages, returns (L, C) of unrolls. Inputs are (L, C). last_values (C,): V of the observation after an unroll.
+    timeout_values: V of the final observation of a truncated step; only --timeouts exact reads them."""
     if args.timeouts == "current-value":  # rsl_rl: V(s_t) for V(s_{t+1})
         timeout_values = values
     elif args.timeouts == "masked":  # Brax: the step was worth what the critic said, so advantage and error are 0
@@ -386,7 +389,6 @@ def train(args, stop_signals=()):
     C = N * T // (args.unroll_length or 1)  # columns of the batch: unrolls, or single steps
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
-    torch.manual_seed(args.seed)  # networks start equal on all ranks
     device = start_device(args)
     envs = make_envs(args, N, device)
     eval_envs = make_envs(args, args.eval_episodes, device) if args.num_evaluations and rank == 0 else None
@@ -395,6 +397,7 @@ def train(args, stop_signals=()):
     first_obs, _ = reset(seed=args.seed)  # for its sizes; training begins with another seed
     obs_size, critic_obs_size = (x.shape[1] for x in split_obs(first_obs))
     action_space = envs.single_action_space
+    torch.manual_seed(args.seed)  # networks start equal on all ranks, whatever simulators drew
     agent = Agent(obs_size, critic_obs_size, action_space.low.flatten(), action_space.high.flatten(), args).to(device)
     # All parameters become views of one vector, the critic's behind the actor's: one Adam step serves all layers.
     # Do not move or replace a parameter from here on (.to, assign=True): Adam would not reach it.
@@ -453,7 +456,7 @@ def train(args, stop_signals=()):
         log_evaluation(run, evaluate(agent, eval_envs, args.seed, args.eval_deterministic))
     next_obs, next_critic_obs = split_obs(reset(seed=env_seed)[0])
     shortened = torch.zeros(N, dtype=torch.bool, device=device)  # first episodes that end early; they are not logged
-    # Environments that begin together and end by a time limit stay in step: a batch would hold one phase of them.
+    # Without it, episodes that a time limit ends would end together, and a batch would hold one phase of the episode.
     if args.stagger_envs and hasattr(envs, "episode_length_buf"):
         envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
         shortened.fill_(True)
@@ -488,7 +491,7 @@ def train(args, stop_signals=()):
             fail(f"{args.env_id} returned NaN or infinity in iteration {iteration}; the last checkpoint is kept", 1)
 
         # ------------------------------------------------------------------------------------------------- advantages
-        # Weights and statistics are still those of the rollout: one pass over all steps, in place of one in each.
+        # Weights and statistics are still those of the rollout: one pass gives the values that a pass per step would.
         with torch.no_grad():
             obs = agent.normalize(raw_obs[:T], agent.obs_rms)  # (T, N, D)
             critic_obs = agent.normalize(raw_critic_obs, agent.critic_obs_rms)  # (T + 1, N, P)
@@ -639,8 +642,8 @@ def split_obs(obs):
 
 
 class BraxEnvs:
-    """Environments of Brax (JAX) on the device. Tensors share the memory of JAX's arrays. As Brax does it, an
-    environment starts all its episodes in the state that its first one began with."""
+    """Environments of Brax (JAX) on the device. Tensors share the memory of JAX's arrays. An
+    environment always restarts from its first state, as in Brax."""
 
     def __init__(self, name, num_envs, device, backend, episode_length):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the whole GPU
@@ -650,8 +653,10 @@ class BraxEnvs:
             from brax.envs.wrappers.training import AutoResetWrapper, EpisodeWrapper, VmapWrapper
 
             env = envs.get_environment(name, backend=backend)
-        except (ImportError, KeyError, ValueError, AssertionError) as error:
-            fail(f"--env-id brax/{name}: {type(error).__name__} {error}; variants/requirements.txt has Brax and JAX")
+            # JAX for CPUs comes with variants/requirements.txt. For a GPU: pip install "jax[cuda13]" (or cuda12).
+            self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+        except (ImportError, KeyError, ValueError, AssertionError, RuntimeError) as error:
+            fail(f"--env-id brax/{name}: {type(error).__name__} {error}; needed: Brax, and JAX for {device.type}")
 
         def keep_final_obs(function, *arguments):  # before AutoResetWrapper replaces it
             state = function(*arguments)
@@ -663,8 +668,6 @@ class BraxEnvs:
         self.num_envs, self.max_episode_length = num_envs, episode_length
         self.single_action_space = gym.spaces.Box(-1.0, 1.0, (env.action_size,))
         self.jax, self.jit_reset, self.jit_step = jax, jax.jit(env.reset), jax.jit(env.step)
-        # What pip takes by itself is the JAX for CPUs. For a GPU: pip install "jax[cuda13]" (or cuda12).
-        self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
 
     def reset(self, seed=None):
         keys = self.jax.random.split(self.jax.random.PRNGKey(seed), self.num_envs)
