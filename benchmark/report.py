@@ -46,7 +46,8 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. They were chosen on these "
     "tasks, mostly on seeds 1 to 3, some on single ones up to 5 (Humanoid: only 1; docs/notes/); 6 to 8 were "
-    "run afterwards. The noise falls to 0 over a run (`--anneal-std`), CleanRL's does not. Published figures, "
+    "run afterwards. HalfCheetah, Hopper, Walker2d and Ant are of today's script, the others of the one before, "
+    "commit 49c198e. The noise falls to 0 over a run (`--anneal-std`), CleanRL's does not. Published figures, "
     "except CleanRL's, are for versions -v2 and -v3 of the tasks; TRPO is sb3-contrib's, evaluated after training",
     "mujoco-avx2": "**MuJoCo on another processor**, without the AVX-512 of the first: the same command, defaults and "
     "seeds. It rounds differently, so the same seed gives another run. No setting has been chosen on these",
