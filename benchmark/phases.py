@@ -46,7 +46,7 @@ PHASES = {
     "replay": ("memory, forwards", "shuffling"),
     "compute_head_gradients": ("gradients", "memory, backwards"),
     "apply_gradient": ("Adam's steps", "shuffling"),
-    "explained_variance": ("log", "log"),  # called once in an iteration, when its update is over
+    "gather_from_ranks": ("log", "log"),  # called twice in an iteration, when its update is over
 }
 ROWS = list(dict.fromkeys(itertools.chain(*PHASES.values())))
 
@@ -73,7 +73,7 @@ def put_clocks(module):
 
         return call
 
-    for name in ("normalize_rewards", "estimate_advantages", "explained_variance"):
+    for name in ("normalize_rewards", "estimate_advantages", "gather_from_ranks"):
         setattr(module, name, clocked(name, getattr(module, name)))
     if hasattr(module.Agent, "replay"):
         module.Agent.replay = clocked("replay", module.Agent.replay)
@@ -94,7 +94,7 @@ def microseconds(calls):
     calls = list(zip(calls[::3], calls[1::3], calls[2::3]))
     if unknown := {name for name, _, _ in calls} - set(PHASES):
         raise SystemExit(f"{', '.join(unknown)} of the training loop: give it a phase in PHASES")
-    ends = [index for index, (name, _, _) in enumerate(calls) if name == "explained_variance"]
+    ends = [index for index, (name, _, _) in enumerate(calls) if name == "gather_from_ranks"][1::2]
     calls = calls[ends[len(ends) // 2 - 1] : ends[-1] + 1]
     seconds, steps = dict.fromkeys(ROWS, 0.0), sum(name == "step" for name, _, _ in calls)
     for (name, _, end), (following, start, following_end) in itertools.pairwise(calls):

@@ -104,4 +104,4 @@ def test_checkpoint_that_is_code(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script.__name__, "--resume", str(run_dir)])
     with pytest.raises(SystemExit, match=r"^2$"):
         script.main()
-    assert "is damaged" in capsys.readouterr().err and not Path(tmp_path, "it-ran").exists()
+    assert "is missing, damaged, or" in capsys.readouterr().err and not Path(tmp_path, "it-ran").exists()
