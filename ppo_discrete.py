@@ -568,15 +568,14 @@ def fail(message, code=2):
 
 
 def parse_args(argv=None, default=None):
-    """Command line -> Args. Takes what `wandb sweep` sends too: --x=True, --x=false, --x False; 1e6 for an integer."""
-    # One line, words separated by \0: --x=True becomes --x, --x=False becomes --no-x, 1e6 becomes 1000000.
-    line = "\0".join(sys.argv[1:] if argv is None else argv)
-    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:true)(?=\0|$)", r"--\1", line)
-    line = re.sub(r"(?<![^\0])--([^\0=]+)[\0=](?i:false)(?=\0|$)", r"--no-\1", line)
-    whole_number = r"(?<![^\0])(--[^\0=]+[\0=])(\d+(?:\.0*|\.?\d*[eE]\+?\d+))(?=\0|$)"
-    line = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2]):.17g}", line)
-    words = line.split("\0") if line else []
-    parse = partial(tyro.cli, Args, args=words, description=__doc__.split("\n")[0])
+    """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
+    # One word a line, so that ^ and $ are its ends: --x=True becomes --x, --x=False --no-x, 1e6 and 1M 1000000.
+    text = "\n".join(sys.argv[1:] if argv is None else argv)
+    text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
+    text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
+    whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
+    text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
+    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n")[0])
     args = parse(default=default)
     # ALE games have their own defaults: the command line is read once more, on top of those.
     return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
@@ -855,9 +854,8 @@ def restore(run_dir, agent, optimizer):
     lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
     saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
     optimizer.load_state_dict(checkpoint["optimizer"])
-    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
-        lr.copy_(saved["lr"])
-    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put a copy of lr there
+    lr.copy_(saved["lr"])  # where --desired-kl has led it
+    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put another tensor there
     return checkpoint["global_step"], checkpoint["seconds"]
 
 
@@ -909,8 +907,10 @@ def main():
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
     args = parse_args()
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
-        checkpoint = load_checkpoint(args.evaluate or args.resume)
+        checkpoint, env_id = load_checkpoint(args.evaluate or args.resume), args.env_id
         args = parse_args(default=checkpoint["args"])
+        if ":" in args.env_id and args.env_id != env_id:  # importing a module runs its code
+            fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
     if args.evaluate:
         options = args.eval_episodes, args.seed, args.eval_deterministic, args.evaluate if args.capture_video else None
         returns = evaluate(checkpoint["agent"], args.env_id, *options)

@@ -59,7 +59,7 @@ def kills(script, folder, tries=50, steps=300_000):
         if before:
             last_episodes, episodes = episodes, finished_episodes(before[0])
             wrong += ["LOST episodes"] * (episodes[: len(last_episodes)] != last_episodes)
-        begin = ["--resume", str(before[0])] if before else [*flags, "--runs-dir", str(folder / "killed")]
+        begin = ["--resume", str(before[0]), *flags] if before else [*flags, "--runs-dir", str(folder / "killed")]
         process = subprocess.Popen(program + begin, **quiet)
         if done < tries:
             # Half of the times wherever it is, at the start too; half of the times some way into the training.

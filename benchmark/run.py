@@ -182,14 +182,15 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
                     raise Stopped from None
         run_dir, facts = find_run(job), machine()  # before the run: the commit may change meanwhile
         if run_dir is None or not is_finished(run_dir):
-            call("--resume", str(run_dir)) if run_dir else call(*job.arguments)
+            call("--resume", str(run_dir), "--env-id", job.env_id) if run_dir else call(*job.arguments)
             run_dir = find_run(job)
         record, known = run_dir / "benchmark.json", {}
         # One that is older than the checkpoint is of an agent that has learned since.
         if record.exists() and record.stat().st_mtime >= (run_dir / "checkpoint.pt").stat().st_mtime:
             known = json.loads(record.read_text())
         if known.get("eval_episodes") != job.eval_episodes:
-            words = call("--evaluate", str(run_dir), "--eval-episodes", str(job.eval_episodes))[-1].split()
+            words = ["--evaluate", str(run_dir), "--env-id", job.env_id, "--eval-episodes", str(job.eval_episodes)]
+            words = call(*words)[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
             facts |= {"jobs_at_once": at_once, "arguments": job.arguments} | known
             facts |= {"evaluation": evaluation, "eval_episodes": job.eval_episodes}

@@ -62,7 +62,7 @@ def test_masked_environment_from_the_command_line(tmp_path):
     env_id = "benchmark.memory_envs:CartPoleNoVel-v1"
     finished = run("ppo_rnn", "--env-id", env_id, "--runs-dir", tmp_path, *small)
     assert finished.returncode == 0, finished.stderr
-    finished = run("ppo_rnn", "--evaluate", next(tmp_path.iterdir()), "--eval-episodes=2")
+    finished = run("ppo_rnn", "--evaluate", next(tmp_path.iterdir()), "--env-id", env_id, "--eval-episodes=2")
     assert finished.returncode == 0 and "mean" in finished.stdout, finished.stderr
 
 

@@ -33,7 +33,15 @@ def test_switches(script, form, value):
 
 
 @pytest.mark.parametrize(
-    "form", ["--num-envs=1000", "--num_envs 1000", "--num-envs 1e3", "--num_envs=1E+3", "--num-envs=1000.0"]
+    "form",
+    [
+        "--num-envs=1000",
+        "--num_envs 1000",
+        "--num-envs 1e3",
+        "--num_envs=1E+3",
+        "--num-envs=1000.0",
+        "--num-envs=0.001M",
+    ],
 )
 def test_integers(script, form):
     value = script.parse_args(form.split()).num_envs
@@ -300,7 +308,8 @@ def test_wandb(script, tmp_path):
         assert key.encode() in content, key
     # Each of the 4 iterations is there, not only the last one.
     assert content.count(b"losses/value_loss") >= 4
-    finished = run(script.__name__, "--resume", run_dir, "--total-timesteps=512", WANDB_MODE="offline")
+    more = ["--env-id=probes:" + probe(script), "--total-timesteps=512"]
+    finished = run(script.__name__, "--resume", run_dir, *more, WANDB_MODE="offline")
     assert finished.returncode == 0, finished.stderr
     records = list((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {path.name for path in records} == {record.name}

@@ -3,6 +3,7 @@ damaged checkpoints and NaN are in test_run.py and test_cli.py; longer tries in 
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -105,3 +106,26 @@ def test_checkpoint_that_is_code(script, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         script.main()
     assert "is missing, damaged, or" in capsys.readouterr().err and not Path(tmp_path, "it-ran").exists()
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_checkpoint_that_names_a_module(script, tmp_path, monkeypatch, capsys, flag):
+    """A stranger's checkpoint does not choose which module of this folder is imported; who asks for that module may."""
+    import torch
+
+    (tmp_path / "planted.py").write_text("from pathlib import Path\nPath(__file__).with_name('it-ran').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted", raising=False)
+    args = script.Args(env_id=probe(script), runs_dir=str(tmp_path / "runs"), **LONG | {"total_timesteps": 64})
+    _, run_dir = script.train(args)
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    checkpoint["args"] |= {"env_id": f"planted:{args.env_id}", "eval_episodes": 1}
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    monkeypatch.setattr("sys.argv", [script.__name__, flag, str(run_dir)])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        script.main()
+    assert f"if you trust it, add --env-id planted:{args.env_id}" in capsys.readouterr().err
+    assert not Path(tmp_path, "it-ran").exists()
+    monkeypatch.setattr("sys.argv", [script.__name__, flag, str(run_dir), "--env-id", f"planted:{args.env_id}"])
+    script.main()
+    assert Path(tmp_path, "it-ran").exists()

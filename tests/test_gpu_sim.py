@@ -881,7 +881,9 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     (run_dir,) = tmp_path.iterdir()
     args = json.loads((run_dir / "args.json").read_text())
     assert args["gamma"] == 0.97 and args["num_steps"] == 10
-    monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--eval-episodes=8"])
+    monkeypatch.setattr(
+        sys, "argv", ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--env-id=torch_envs:drift", "--eval-episodes=8"]
+    )
     script.main()
     script.main()
     first, second = capsys.readouterr().out.splitlines()
@@ -905,7 +907,7 @@ def test_sigterm_and_resume(tmp_path):
     assert process.returncode == 143 and f"stopped; go on with --resume {run_dir}" in errors
     saved = script.load_checkpoint(run_dir)["global_step"]
     assert 0 < saved < 10**8 and saved % 160 == 0
-    resumed = run("--resume", run_dir, f"--total-timesteps={saved + 320}")
+    resumed = run("--resume", run_dir, "--env-id", SMALL["env_id"], f"--total-timesteps={saved + 320}")
     assert resumed.returncode == 0, resumed.stderr
     assert script.load_checkpoint(run_dir)["global_step"] == saved + 320
 

@@ -122,7 +122,7 @@ def test_a_rank_dies(script, tmp_path):
     assert process.returncode, printed
     saved = script.load_checkpoint(run_dir)["global_step"]
     assert list(tmp_path.iterdir()) == [run_dir] and 0 < saved < 16_384
-    alone = run(script.__name__, "--resume", run_dir, f"--total-timesteps={saved + 256}")
+    alone = run(script.__name__, "--resume", run_dir, "--env-id", env_id, f"--total-timesteps={saved + 256}")
     assert alone.returncode == 0, alone.stderr
     assert script.load_checkpoint(run_dir)["global_step"] == saved + 256
     with open(run_dir / "episodes.csv") as file:
@@ -135,7 +135,9 @@ def test_two_ranks_resume(script, tmp_path):
     """Both take up the learner of one process; they share its environments from then on."""
     args = script.Args(**SETTINGS, env_id=f"probes:{probe(script)}", runs_dir=str(tmp_path))
     _, run_dir = script.train(args)
-    process = start(ROOT / f"{script.__name__}.py", "--resume", run_dir, "--total-timesteps=1024")
+    process = start(
+        ROOT / f"{script.__name__}.py", "--resume", run_dir, "--env-id", args.env_id, "--total-timesteps=1024"
+    )
     printed = process.communicate(timeout=100)[0]
     assert process.returncode == 0, printed
     saved = script.load_checkpoint(run_dir)

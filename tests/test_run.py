@@ -234,7 +234,7 @@ def test_kill_and_resume(script, tmp_path):
         writer.add_scalar("losses/value_loss", 99.0, last + 1)
 
     copy = shutil.copytree(killed, tmp_path / "copy")
-    finished = run(name, "--resume", killed)
+    finished = run(name, "--resume", killed, f"--env-id=probes:{probe(script)}")
     assert finished.returncode == 0, finished.stderr
     script.train(dataclasses.replace(saved["args"], resume=str(copy)))
     table = rows(killed)
@@ -258,14 +258,15 @@ def test_a_run_that_still_goes_on_is_not_resumed(script, tmp_path):
     process = start(name, tmp_path, env_id="probes:" + probe(script), **forever)
     wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 7, process)
     (run_dir,) = tmp_path.iterdir()
-    second = run(name, "--resume", run_dir)
+    resume = ["--resume", run_dir, f"--env-id=probes:{probe(script)}"]
+    second = run(name, *resume)
     assert second.returncode == 2 and "another process" in second.stderr and len(second.stderr.splitlines()) == 1
     process.kill()
     process.wait()
     steps = [int(row[0]) for row in rows(run_dir)[1:-4]]  # the last rows may be half written
     assert steps == sorted(step for step in range(4, 4 * (len(steps) // 4 + 2), 4) for _ in range(4))[: len(steps)]
     last = script.load_checkpoint(run_dir)["global_step"]
-    assert run(name, "--resume", run_dir, f"--total-timesteps={last + 640}").returncode == 0
+    assert run(name, *resume, f"--total-timesteps={last + 640}").returncode == 0
     assert script.load_checkpoint(run_dir)["global_step"] == last + 640
 
 
@@ -300,7 +301,7 @@ script.main()
     assert killed.returncode == 9
     (run_dir,) = tmp_path.iterdir()
     assert script.load_checkpoint(run_dir)["global_step"] == 64 * 7
-    finished = run(name, "--resume", run_dir)
+    finished = run(name, "--resume", run_dir, f"--env-id=probes:{probe(script)}")
     assert finished.returncode == 0, finished.stderr
     assert script.load_checkpoint(run_dir)["global_step"] == 64 * 20
     assert len(rows(run_dir)) == 1 + 64 * 20 and not list(run_dir.glob("*.tmp"))
@@ -458,7 +459,8 @@ def test_evaluate(script, small_args):
     args = small_args(env_id="probes:" + small_args().env_id, total_timesteps=1024)
     agent, run_dir = script.train(args)
     before = (run_dir / "checkpoint.pt").read_bytes()
-    outputs = [run(script.__name__, "--evaluate", run_dir, "--eval-episodes=5") for _ in range(2)]
+    flags = ["--evaluate", run_dir, "--env-id", args.env_id, "--eval-episodes=5"]
+    outputs = [run(script.__name__, *flags) for _ in range(2)]
     assert outputs[0].returncode == 0, outputs[0].stderr
     assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout.splitlines()[0].split()) == 6
     assert (run_dir / "checkpoint.pt").read_bytes() == before
