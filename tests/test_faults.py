@@ -89,6 +89,23 @@ def test_asynchronous_environments_that_hang(script, tmp_path):
 
 
 @ONE
+def test_ctrl_c_while_kernels_are_built(script, tmp_path, monkeypatch):
+    """The first one waits for the end of the iteration, the second one ends the run at once, without a traceback."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
+    args = FAULTY | {"compile": True}
+    process = start(script.__name__, tmp_path / "runs", env_id="probes:" + probe(script), **args)
+    wait_for(lambda: list(tmp_path.glob("empty/**/*.cpp")), process)  # a kernel goes to the C++ compiler
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    printed = process.communicate(timeout=30)[0]
+    assert process.returncode == 128 + signal.SIGINT
+    assert not list(tmp_path.glob("runs/*/checkpoint.pt"))
+    assert len(printed.splitlines()) == 1, printed  # the line of the start
+
+
+@ONE
 def test_checkpoint_that_is_code(script, tmp_path, monkeypatch, capsys):
     """A checkpoint that would run a command when it is unpickled is refused, and the command does not run."""
     import torch
