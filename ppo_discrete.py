@@ -632,9 +632,8 @@ def is_image(space):
 def make_envs(args, num_envs):
     """A vector of num_envs environments in autoreset mode SAME_STEP: the step that ends an episode returns the first
     observation of the next one, and the final observation in infos["final_obs"]."""
-    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    if args.async_envs:  # forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C
-        options["context"] = "fork"
+    # Forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C.
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
     make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
     if is_atari(args.env_id):  # ale-py has a vector of games in native threads; "ale_py:" makes gymnasium import it
         game = "ale_py:" + args.env_id.removeprefix("ale_py:")
@@ -722,6 +721,8 @@ def compiled(function, args, device):
     later, write into a tensor. torch's guards, which would notice a change, are off: they take too long."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
+    # Without the random part of its ids torch finds in its cache on disk what an earlier run has compiled.
+    torch._dynamo.output_graph.unique_id = lambda name, **_: torch._dynamo.bytecode_transformation.unique_id(name)
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
@@ -762,11 +763,10 @@ class Run:
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
         path = self.dir / "episodes.csv"
         rows = path.read_text(errors="replace").splitlines() if path.exists() else []
-        rows = [row.split(",") for row in rows if re.fullmatch(r"\d+,-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+", row)]
-        rows = [row for row in rows if int(row[0]) <= global_step]
-        self.recent_returns = deque([float(row[1]) for row in rows], maxlen=100)
-        header = ["global_step", "episodic_return", "episodic_length", "seconds"]
-        path.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+        is_row = re.compile(r"(\d+),-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+").fullmatch
+        rows = [row for row in rows if (match := is_row(row)) and int(match[1]) <= global_step]
+        self.recent_returns = deque([float(row.split(",")[1]) for row in rows], maxlen=100)
+        path.write_text("\n".join(["global_step,episodic_return,episodic_length,seconds", *rows, ""]))
         self.episodes_file = path.open("a")
         if args.track:
             import wandb
@@ -823,9 +823,8 @@ class Run:
         self.lock.release()
         if self.args.track:
             self.wandb.finish()
-        if self.recent_returns:
-            mean = np.mean(self.recent_returns)
-            self.say(f"mean return of the last {len(self.recent_returns)} episodes: {mean:.1f}   {self.dir}")
+        if count := len(self.recent_returns):
+            self.say(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
 
 
 def load_checkpoint(run_dir):
@@ -854,8 +853,9 @@ def restore(run_dir, agent, optimizer):
     lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
     saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
     optimizer.load_state_dict(checkpoint["optimizer"])
-    lr.copy_(saved["lr"])  # where --desired-kl has led it
-    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put another tensor there
+    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
+        lr.copy_(saved["lr"])
+    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put a copy of lr there
     return checkpoint["global_step"], checkpoint["seconds"]
 
 
