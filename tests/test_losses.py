@@ -240,6 +240,18 @@ def test_steps_are_adams(script, small_args, monkeypatch):
     torch.testing.assert_close(found, weights, atol=1e-6, rtol=1e-5)
 
 
+def test_gradient_norm_of_0_is_no_bound(script, small_args):
+    """The checkpoint tells: after one step Adam's mean of the gradient is a tenth of it. A gradient far above the default
+    bound comes through unchanged with --max-grad-norm 0, as with a bound that is never reached."""
+    one_step = {"total_timesteps": 64, "num_minibatches": 1, "update_epochs": 1, "vf_coef": 100.0}
+    gradients = {}
+    for bound in (0.0, 1e9, 0.25):
+        _, run_dir = script.train(small_args(max_grad_norm=bound, **one_step))
+        gradients[bound] = 10 * script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+    assert gradients[0.0].norm() > 10 and torch.equal(gradients[0.0], gradients[1e9])
+    torch.testing.assert_close(gradients[0.25], gradients[0.0] * 0.25 / gradients[0.0].norm(), atol=1e-6, rtol=1e-4)
+
+
 def test_explained_variance_is_of_the_critic_before_the_update(script, small_args, monkeypatch):
     estimate, explain, estimates, explained = script.estimate_advantages, script.explained_variance, [], []
     monkeypatch.setattr(script, "estimate_advantages", lambda *x: estimates.append(estimate(*x)) or estimates[-1])
