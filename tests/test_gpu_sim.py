@@ -509,14 +509,22 @@ def test_minibatches_of_actor_and_critic(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])
 def test_export(tmp_path, update):
-    """The file alone, without this project, gives the actions of the agent, for any number of observations."""
+    """The file alone, without this project and without a critic, gives the actions of the agent, for any number of
+    observations: the mean action, of observations normalised by the statistics of the run, within the bounds."""
     agent, run_dir = script.train(make_args(tmp_path, update, total_timesteps=160 if update == "rsl_rl" else 800))
-    obs = torch.randn(5, 2)
+    obs = 2 * torch.randn(5, 2)
     path = script.export_actor(run_dir)
     code = "import sys, json, torch; actor = torch.export.load(sys.argv[1]).module()\n"
-    code += "print(actor(torch.tensor(json.loads(sys.argv[2]))).tolist())"
-    alone = subprocess.run([sys.executable, "-c", code, path, str(obs.tolist())], capture_output=True, text=True)
-    torch.testing.assert_close(torch.tensor(json.loads(alone.stdout)), agent.predict(obs), atol=1e-6, rtol=1e-5)
+    code += "print(json.dumps([actor(torch.tensor(json.loads(sys.argv[2]))).tolist(), [*actor.state_dict()]]))"
+    alone = subprocess.run(
+        [sys.executable, "-c", code, path, str(obs.tolist())], capture_output=True, text=True, cwd=tmp_path
+    )
+    actions, names = json.loads(alone.stdout)
+    torch.testing.assert_close(torch.tensor(actions), agent.predict(obs), atol=1e-6, rtol=1e-5)
+    mean = agent.actor(((obs - agent.obs_rms.mean) / agent.obs_rms.var.sqrt()).float())[:, :1]
+    expected = mean.clamp(-1, 1) if update == "rsl_rl" else mean.tanh()
+    torch.testing.assert_close(torch.tensor(actions), expected.detach(), atol=1e-5, rtol=1e-4)
+    assert "actor.0.weight" in names and not any("critic" in name for name in names)
 
 
 # ---------------------------------------------------------------------------------------------------- runs
