@@ -863,16 +863,17 @@ def test_two_ranks(tmp_path):
 import ppo_gpu_sim as script, torch, torch_envs
 seeds, reset = [], torch_envs.Drift.reset
 torch_envs.Drift.reset = lambda self, seed: (seeds.append(seed), reset(self, seed))[1]
+torch_envs.drift = lambda *arguments: seeds.append(arguments[2]) or torch_envs.Drift(*arguments)
 agent, _ = script.train(script.parse_args())
-torch.save([agent.state_dict(), seeds[-1]], '{tmp_path}/rank-' + os.environ['RANK'])
+torch.save([agent.state_dict(), seeds], '{tmp_path}/rank-' + os.environ['RANK'])
 os._exit(0)  # as the script's main: in Python's own end a thread of torch.distributed may abort"""
     (tmp_path / "program.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     flags = flags_of(**SMALL, runs_dir=tmp_path / "runs", checkpoint_interval=1)
     done = subprocess.run([*torchrun, tmp_path / "program.py", *flags], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    (one, seed), (other, other_seed) = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
-    assert seed != other_seed
+    (one, seeds), (other, other_seeds) = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
+    assert seeds[0] != other_seeds[0] and seeds[-1] != other_seeds[-1]  # of the simulators, of their last reset
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["obs_rms.count"].item() == pytest.approx(800)  # what both have seen
     (run_dir,) = (tmp_path / "runs").iterdir()

@@ -79,7 +79,7 @@ class Args:  # the comments are what --help prints
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
     evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
     export: str | None = None  # run folder whose actor is written to its actor.pt2: raw observation in, action out
-    eval_episodes: int = 128  # episodes of an evaluation, the first of as many environments
+    eval_episodes: int = 128  # episodes of an evaluation, the first of as many environments; each must come to an end
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
     num_evaluations: int = 0  # evaluations spread over the run, and one before it, to evaluations.csv; 0: none
     track: bool = False  # log to Weights & Biases too
@@ -279,7 +279,7 @@ def estimate_targets(args, rewards, values, last_values, timeout_values, termina
     timeout_values: V of the final observation of a truncated step; only --timeouts exact reads them."""
     if args.timeouts == "current-value":  # rsl_rl: V(s_t) for V(s_{t+1})
         timeout_values = values
-    elif args.timeouts == "masked":  # Brax: the step was worth what the critic said, so advantage and error are 0
+    elif args.timeouts == "masked":  # Brax: as if the critic were right: error and advantage are 0, before --norm-adv
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
     next_values = torch.where(truncations, timeout_values, torch.cat([values[1:], last_values.unsqueeze(0)]))
@@ -642,8 +642,7 @@ def split_obs(obs):
 
 
 class BraxEnvs:
-    """Environments of Brax (JAX) on the device. Tensors share the memory of JAX's arrays. An
-    environment always restarts from its first state, as in Brax."""
+    """Environments of Brax (JAX). Tensors share the memory of its arrays. Each environment restarts as it began."""
 
     def __init__(self, name, num_envs, device, backend, episode_length):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the whole GPU
@@ -734,7 +733,8 @@ def make_envs(args, num_envs, device):
             make = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             fail(f"--env-id {args.env_id}, MODULE:FUNCTION: {error}")
-        envs = make(num_envs, device, args.seed)
+        rank = dist.get_rank() if dist.is_initialized() else 0  # each process makes other simulators
+        envs = make(num_envs, device, args.seed + 1000 * rank)
     else:
         envs = GymEnvs(args.env_id, num_envs, device)
     action_space = envs.single_action_space
