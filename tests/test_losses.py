@@ -241,8 +241,8 @@ def test_steps_are_adams(script, small_args, monkeypatch):
 
 
 def test_gradient_norm_of_0_is_no_bound(script, small_args):
-    """The checkpoint tells: after one step Adam's mean of the gradient is a tenth of it. A gradient far above the default
-    bound comes through unchanged with --max-grad-norm 0, as with a bound that is never reached."""
+    """The checkpoint tells: after one step Adam's mean of the gradient is a tenth of it. A gradient far above the
+    default bound comes through unchanged with --max-grad-norm 0, as with a bound that is never reached."""
     one_step = {"total_timesteps": 64, "num_minibatches": 1, "update_epochs": 1, "vf_coef": 100.0}
     gradients = {}
     for bound in (0.0, 1e9, 0.25):
