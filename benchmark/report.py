@@ -321,7 +321,8 @@ def speed_table():
 
 
 def learning_table(rows):
-    """Markdown: returns at the settings of the speed table, from the rows of learning.py."""
+    """Markdown: returns at the settings of the speed table, from the rows of studies/learning.py."""
+    rows = [row for row in rows if not row["contestant"].endswith(" before")]  # docs/notes/speed.md has these
     lines = ["| settings | contestant | steps | last 100 episodes | 95% interval | single runs |", "|---" * 6 + "|"]
     for (case, name), group in group_by(rows, "case", "contestant").items():
         returns = [float(row["last_100_mean"]) for row in sorted(group, key=lambda row: int(row["seed"]))]
@@ -543,10 +544,8 @@ def results_page():
     blocks += [*suite_table(first), *speed_table()]
     for name in others:
         blocks += suite_table(name)
-    text = (
-        "**What the settings of the speed table learn** (`python benchmark/learning.py`); *before*: the script before"
-    )
-    text += " the work on its speed, with the same flags and seeds."
+    text = "**What the settings of the speed table learn**, measured with the scripts before they were rebuilt"
+    text += " (`python benchmark/studies/learning.py`)."
     return "\n".join([*blocks, text, "", *learning_table(read_csv(RESULTS / "learning.csv")), ""])
 
 

@@ -1,5 +1,6 @@
 """benchmark/: what it measures is what happened."""
 
+import ast
 import csv
 import dataclasses
 import json
@@ -23,6 +24,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 import ppo_discrete
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path.insert(0, str(ROOT / "benchmark" / "studies"))
 import learning
 import phases
 import report
@@ -496,7 +498,7 @@ def test_speed_commands_run(contestant, tmp_path):
 
 
 def test_learning_is_that_of_the_timed_command(tmp_path):
-    """The figure is that of a run of the same command line in episodes.csv; an older checkout gets no flag it lacks."""
+    """The figure is that of a run of the same command line in episodes.csv."""
     contestant, _, _ = speed.make_cases()["discrete"]["ppo_discrete"]
     command = [*contestant(4096), "--no-compile", "--no-norm-adv"]
     figure = learning.last_100_mean(command)
@@ -506,10 +508,6 @@ def test_learning_is_that_of_the_timed_command(tmp_path):
     with pytest.raises(SystemExit, match=r"only .* episodes, 100 are needed"):
         learning.last_100_mean([*contestant(512), "--no-compile"])
 
-    old = (ROOT / "ppo_discrete.py").read_text().replace("    norm_adv: bool", "    was_not: bool")
-    (tmp_path / "ppo_discrete.py").write_text(old)
-    assert learning.at(tmp_path, command) == [command[0], str(tmp_path / "ppo_discrete.py"), *command[2:-1]]
-
 
 def test_learning_runs_each_seed_once(tmp_path, monkeypatch, capsys):
     """A second call with more seeds adds those; every contestant is asked for its own command and seed."""
@@ -518,17 +516,87 @@ def test_learning_runs_each_seed_once(tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(learning, "last_100_mean", lambda command: asked.append(command) or float(command[-1][-1:]))
     for seeds, new in ((1, 2), (3, 4), (3, 0)):
-        words = ["discrete", f"--seeds={seeds}", f"--before={ROOT}"]
+        words = ["discrete", f"--seeds={seeds}", f"--cleanrl={tmp_path}"]
         monkeypatch.setattr(sys, "argv", ["learning.py", *words])
         learning.main()
         assert len(asked) == new
         asked.clear()
     rows = report.read_csv(tmp_path / "learning.csv")
     assert sorted({(row["contestant"], row["seed"], row["last_100_mean"]) for row in rows}) == [
-        (name, str(seed), f"{seed}.0") for name in ("ppo_discrete", "ppo_discrete before") for seed in (1, 2, 3)
+        (name, str(seed), f"{seed}.0") for name in ("CleanRL", "ppo_discrete") for seed in (1, 2, 3)
     ]
-    last_row = capsys.readouterr().out.split("\n")[-3]
-    assert last_row.endswith("| ppo_discrete | 500,000 | **2.00** | 1.00 to 3.00 | 1.00, 2.00, 3.00 |")
+    assert "| ppo_discrete | 500,000 | **2.00** | 1.00 to 3.00 | 1.00, 2.00, 3.00 |" in capsys.readouterr().out
+
+
+STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
+
+
+def test_studies_start_anywhere_and_say_what_they_found(tmp_path):
+    """Question, command and answer open each; the imports need no current folder."""
+    for path in STUDIES:
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        order = rf"Question: .*\?$.*^ .*python benchmark/studies/{path.name} .*^Answer \(results/"
+        assert re.match(order, text, re.M | re.S), path
+    code = "import runpy, sys; before = sys.path[:]\n"
+    code += "for path in sys.argv[1:]:\n"
+    code += "    sys.path[:] = before; [sys.modules.pop(name, None) for name in ('report', 'run', 'speed', 'suites')]\n"
+    code += "    runpy.run_path(path)"
+    subprocess.run([sys.executable, "-c", code, *map(str, STUDIES)], cwd=tmp_path, check=True)
+
+
+def test_answers_of_the_studies():
+    """Their figures are those of results/."""
+
+    def figures(study, *answers):
+        text = " ".join(ast.get_docstring(ast.parse((STUDIES[0].parent / f"{study}.py").read_text())).split())
+        for answer in answers:
+            assert answer in text, answer
+
+    def mean(rows, column, **which):
+        found = [float(row[column]) for row in rows if all(row[name] == value for name, value in which.items())]
+        return np.mean(found)
+
+    rows = report.read_csv(report.RESULTS / "phases.csv")
+    of = {
+        case: {
+            row["phase"]: float(row["microseconds"]) for row in rows if row["case"] == case and row["script"] == mine
+        }
+        for case, mine in (("defaults", "ppo_continuous"), ("continuous-8", "ppo_continuous"))
+    }
+    whole, part = of["defaults"], of["continuous-8"]
+    text = f"takes {sum(whole.values()):,.0f} us: the simulators {whole['simulators']:,.0f}, the gradients"
+    figures("phases", f"{text} {whole['gradients']:,.0f}.")
+    figures("phases", f"{sum(part.values()):.0f} us: {part['simulators']:.0f} and {part['gradients']:.0f}.")
+    rows = report.read_csv(report.RESULTS / "learning.csv")
+    for task, case, mine in (
+        ("HalfCheetah", "continuous-8", "ppo_continuous"),
+        ("CartPole", "discrete", "ppo_discrete"),
+    ):
+        ours, theirs = (mean(rows, "last_100_mean", case=case, contestant=name) for name in (mine, "CleanRL"))
+        figures("learning", f"{task} {ours:,.0f}, CleanRL {theirs:,.0f}.")
+    rows = {(row["fault"], row["script"]): row["outcome"] for row in report.read_csv(report.RESULTS / "faults.csv")}
+    trained, refused = (
+        sum(int(re.search(rf"(\d+) {word}", text)[1]) for (fault, _), text in rows.items() if fault == "flags")
+        for word in ("trained", "refused")
+    )
+    assert {fault for fault, _ in rows} == {"flags", "kills", "memory"}
+    figures("faults", f"Of {trained + refused:,} command lines {trained:,} train, {refused} are refused")
+    for script in ("ppo_continuous", "ppo_discrete"):
+        early, late = re.findall(r"(\d+) MB", rows["memory", script])
+        figures("faults", script, early, late)
+    rows = report.read_csv(report.RESULTS / "google_vs_nvidia_small.csv")
+    ends = {update: mean(rows, "mean_return", update=update, evaluation="10") for update in {r["update"] for r in rows}}
+    figures("google_vs_nvidia", f"NVIDIA's ends at {ends['nvidia']:,.0f}, Google's at {ends['google']:,.0f} (20 seeds")
+    text = f"reaches {ends['google+normalised']:,.0f}, with stored values {ends['google+stored']:.0f}, with GAE"
+    figures("google_vs_nvidia", f"{text} {ends['google+gae']:.0f}.")
+    scores = [
+        sorted(float(row["task_score"]) for row in report.read_csv(report.RESULTS / "rlhf.csv") if row["kl_coef"] == kl)
+        for kl in ("0.1", "0.0")
+    ]
+    figures("rlhf_plot", *(f"{low:.3f} to {high:.3f}." for low, _, high in scores))
+    (row,) = report.read_csv(report.RESULTS / "speed_gpu_sim.csv")
+    text = f"{int(row['ours']):,} on one CPU thread, {row['ratio']} times rsl_rl's {int(row['theirs']):,}."
+    figures("speed_gpu_sim", text)
 
 
 def test_phases_are_those_of_the_loop(tmp_path):

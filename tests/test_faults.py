@@ -1,5 +1,5 @@
 """What goes wrong in the middle of a run: nothing that was saved is lost, and the message says what it was. Kills,
-damaged checkpoints and NaN are in test_run.py and test_cli.py; longer tries in benchmark/faults.py."""
+damaged checkpoints and NaN are in test_run.py and test_cli.py; longer tries in benchmark/studies/faults.py."""
 
 import os
 import signal

@@ -1111,6 +1111,7 @@ def test_google_vs_nvidia_starts(tmp_path, monkeypatch, small):
     pytest.importorskip("scipy")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # both are put back: importing it changes them
     monkeypatch.syspath_prepend(ROOT / "benchmark")
+    monkeypatch.syspath_prepend(ROOT / "benchmark" / "studies")
     import report
 
     monkeypatch.setattr(report, "PACKAGES", report.PACKAGES)

@@ -1,14 +1,18 @@
-"""Learning curves of variants/ppo_rlhf.py on its built-in task, with the KL penalty and without.
+"""Question: does variants/ppo_rlhf.py need its KL penalty?
 
     for seed in 1 2 3; do for kl_coef in 0.1 0; do
         OMP_NUM_THREADS=1 python variants/ppo_rlhf.py --seed $seed --kl-coef $kl_coef --runs-dir runs/rlhf
     done; done
-    python benchmark/rlhf_plot.py collect runs/rlhf      # writes results/rlhf.csv and results/rlhf_curves.csv
-    python benchmark/rlhf_plot.py draw                   # results/rlhf_curves.csv -> docs/pictures/rlhf.png
-    python benchmark/rlhf_plot.py gpt2 FOLDER            # random models of GPT-2's size, to measure speed: no download
+    python benchmark/studies/rlhf_plot.py collect runs/rlhf    # writes results/rlhf.csv and results/rlhf_curves.csv
+    python benchmark/studies/rlhf_plot.py draw                 # results/rlhf_curves.csv -> docs/pictures/rlhf.png
 
-FOLDER then has `model`, `reward` and `prompts.txt`:
+Answer (results/rlhf.csv, the built-in task, three seeds each): yes. With the penalty the task score ends at 0.938
+to 0.965. Without it the reward is as high, and the task score ends at 0.000 to 0.032.
 
+How fast it trains a model of GPT-2's size is open. This makes random models of that size, without a download, and the
+second command trains them:
+
+    python benchmark/studies/rlhf_plot.py gpt2 FOLDER          # FOLDER/model, FOLDER/reward, FOLDER/prompts.txt
     python variants/ppo_rlhf.py --model FOLDER/model --reward-model FOLDER/reward --prompts FOLDER/prompts.txt \\
         --response-length 128 --batch-size 64 --num-minibatches 4 --total-episodes 640
 """
@@ -20,6 +24,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import report
 from report import PICTURES, RESULTS, write_rows

@@ -1,13 +1,15 @@
-"""What a long run has to survive, tried for longer than the tests do.
+"""Question: what does a run survive, tried for longer than the tests do?
 
-    python benchmark/faults.py kills --script ppo_continuous     # kill -9, again and again, until the run is complete
-    python benchmark/faults.py flags --script ppo_discrete       # thousands of command lines that no one thought of
-    python benchmark/faults.py memory --script ppo_continuous    # resident memory over three million steps
+    python benchmark/studies/faults.py kills --script ppo_continuous     # kill -9, again and again, then to the end
+    python benchmark/studies/faults.py flags --script ppo_discrete       # thousands of random command lines
+    python benchmark/studies/faults.py memory --script ppo_continuous    # resident memory over three million steps
 
-Each prints what it did and what came of it, writes a row to results/faults.csv, and ends with status 1 where something
-was not as it should be. The tests (tests/test_run.py, test_cli.py, test_ranks.py) have the shorter faults: checkpoints
-that are damaged, foreign or tampered with, environments that raise or return what they must not, signals,
-ranks that die.
+Answer (results/faults.csv, before the scripts were rebuilt). Each script survives 50 kills. Of 2,100 command lines
+1,346 train, 754 are refused and none ends in a traceback. ppo_continuous.py holds 492 MB after a tenth of the steps and
+492 MB at the end, ppo_discrete.py 418 and 417.
+
+A try prints its outcome and writes a row to results/faults.csv. It ends with status 1 where something was not as it
+should be. The shorter faults are in tests/test_run.py, test_cli.py, test_faults.py and test_ranks.py.
 """
 
 import argparse
@@ -23,6 +25,8 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import torch
 from report import RESULTS, ROOT, VERSIONS, last_step, read_csv, write_rows

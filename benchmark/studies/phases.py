@@ -1,10 +1,13 @@
-"""Where the time goes: the trainings that speed.py times, phase by phase.
+"""Question: where does the time of a training go?
 
-    OMP_NUM_THREADS=1 python benchmark/phases.py discrete continuous-1 continuous-8 defaults rnn
+    OMP_NUM_THREADS=1 python benchmark/studies/phases.py discrete continuous-1 continuous-8 defaults rnn
 
-A training with the command line of speed.py runs in this process, with clocks around the functions that its loop calls;
-the scripts themselves are not changed. Time between two of these functions counts for what the loop does there. Printed
-and written to results/phases.csv, in microseconds per step of all environments, over the second half of the iterations:
+Answer (results/phases.csv, one run each, before the scripts were rebuilt). With the defaults on HalfCheetah a step of
+the 100 environments takes 7,619 us: the simulators 4,402, the gradients 1,715. At 8 x 256 it takes 604 us: 304 and 152.
+
+A training with the command line of speed.py runs in this process, with clocks around the functions that its loop calls.
+The scripts are not changed. Time between two of these functions counts for what the loop does there. The figures are
+microseconds per step of all environments, over the second half of the iterations:
 
     simulators             envs.step
     acting                 act: normalising, network, noise
@@ -17,9 +20,9 @@ and written to results/phases.csv, in microseconds per step of all environments,
     shuffling              the rest of the update: statistics, permutation, gathering, minibatches, the KL limit
     log                    metrics, episodes.csv, TensorBoard, checkpoint
 
-Before them, what holds the gradient: the matrix products of its linear layers, one after another and nothing else, and
-a compiled function of six arguments that adds 1 to the first. Each clock costs 0.1 to 0.2 us; the machine should have
-nothing else to do.
+Two more figures are printed. One is the time of the gradient's matrix products, one after another and nothing else. The
+other is the time of a compiled function of six arguments that adds 1 to the first. Each clock costs 0.1 to 0.2 us. The
+machine should have nothing else to do.
 """
 
 import argparse
@@ -29,6 +32,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import report
 import torch
