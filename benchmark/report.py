@@ -44,18 +44,20 @@ SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
 SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
 PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
-    "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. They were chosen on these "
-    "tasks, mostly on seeds 1 to 3, some on single ones up to 5 (Humanoid: only 1; docs/notes/); 6 to 8 were "
-    "run afterwards. HalfCheetah, Hopper, Walker2d and Ant are of today's script, the others of the one before, "
-    "commit 49c198e. The noise falls to 0 over a run (`--anneal-std`), CleanRL's does not. Published figures, "
-    "except CleanRL's, are for versions -v2 and -v3 of the tasks; TRPO is sb3-contrib's, evaluated after training",
-    "mujoco-avx2": "**MuJoCo on another processor**, without the AVX-512 of the first: the same command, defaults and "
-    "seeds. It rounds differently, so the same seed gives another run. No setting has been chosen on these",
-    "mujoco-v5": "**MuJoCo, versions -v5** of the same tasks, which gymnasium recommends today; the same defaults, not "
-    "tuned on them. No published PPO figures for them were found",
+    "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. The defaults were chosen "
+    "on these tasks, mostly on seeds 1 to 3, in a few cases on seeds up to 5, for Humanoid on seed 1 only. Seeds 6 "
+    "to 8 were run afterwards. HalfCheetah, Hopper, Walker2d and Ant are of today's script. The other tasks are of "
+    "the script before it was rebuilt (commit 49c198e). The noise falls to 0 over a run (`--anneal-std`); CleanRL's "
+    "does not. Published figures, except CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is "
+    "sb3-contrib's, evaluated after training",
+    "mujoco-avx2": "**MuJoCo on another processor**: the same command, defaults and seeds as above, with the script "
+    "before it was rebuilt. This processor has no AVX-512 and rounds differently, so the same seed gives another "
+    "run. No setting has been chosen on these runs",
+    "mujoco-v5": "**MuJoCo, versions -v5**, which gymnasium recommends today. The defaults are the same and were not "
+    "tuned on these versions. No published PPO figures for -v5 were found",
     "classic": "**Classic control**",
-    "atari": "**Atari**, raw scores of whole games, no sticky actions; so far on one CPU core, with 16 minibatches in "
-    "place of the 4 of the published settings",
+    "atari": "**Atari**, raw scores of whole games, no sticky actions. So far there is one run on one CPU core, with "
+    "16 minibatches; the published settings have 4",
     "memory": "**Tasks that need a memory**",
 }
 CURVE_POINTS = 50
@@ -63,12 +65,12 @@ SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
-    "continuous-8-ranks": "as above, ours in two processes, by shared memory, which the scripts no longer use",
+    "continuous-8-ranks": "as above, ours in two processes that share memory (the scripts no longer do)",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
     "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
     "atari-128": "`ppo_discrete.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
-    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128, defaults: one here, two in sb3-contrib",
+    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128, by default one here, two in sb3-contrib",
     "rnn-shared": "the same, one LSTM in both",
     "rnn-separate": "the same, two LSTMs in both",
 }
@@ -276,13 +278,12 @@ def speed_table():
     """Steps per second of this repository, and how many times those of others that is."""
     with open(RESULTS / "speed.csv") as file:
         rows = {(row["case"], row["contestant"]): row for row in csv.DictReader(file)}
-    lines = [
-        "**Speed** on one CPU thread per process, startup excluded: environment steps per second, and their ratio to"
-    ]
+    lines = ["**Speed** on one CPU thread per process, without the startup: environment steps per second, and their"]
+    lines[0] += " ratio to those of others at the same settings. The contestants of a row ran in turn on one machine;"
     lines[0] += (
-        " others at the same settings, those of a row run in turn on one machine (not all rows on the same). Last"
+        " different rows may be of different machines. The last column compares with the simulators alone, which"
     )
-    lines[0] += " column: percentage of the speed that the simulators reach alone, with random actions."
+    lines[0] += " take random actions."
     others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib"), "CleanRL": ("CleanRL",), "LeanRL": ("LeanRL",)}
     others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
     columns = [
@@ -311,7 +312,8 @@ def speed_table():
     text = "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, made"
     text += f" {float(one['ratio']):.2f} times the steps per second of one process with 100 environments"
     lines += ["", f"{text} (median of {len(pairs)} pairs of runs, range {min(pairs):.2f} to {max(pairs):.2f})."]
-    lines[-1] += " That was in shared memory; the scripts meet through gloo now, which is slower."
+    lines[-1] += " The processes shared memory then. Today they meet through gloo, which is slower: see"
+    lines[-1] += " [the notes](notes/speed.md)."
     versions = []
     for row in rows.values():
         peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own
@@ -428,9 +430,10 @@ def suite_table(name):
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean, 2000)
         means = [score.mean() for score in scores]
-        text = f"Where 0 is random actions and 1 the highest PPO figure found: mean over tasks {np.mean(means):.2f},"
-        text += f" lowest {min(means):.2f} ({names[np.argmin(means)]}), interquartile mean (middle half of all runs)"
-        lines += ["", f"{text} **{interquartile_mean(scores):.2f}** (95%: {low:.2f} to {high:.2f})."]
+        text = "On a scale from 0, random actions, to 1, the highest PPO figure found, the mean over tasks is"
+        text += f" {np.mean(means):.2f}. The lowest task has {min(means):.2f} ({names[np.argmin(means)]}). The"
+        text += f" interquartile mean (of the middle half of all runs) is **{interquartile_mean(scores):.2f}**"
+        lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
     rows = [row for rows in suite.values() for row in rows]
     versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
     lines += ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv."]
@@ -527,19 +530,22 @@ def headline():
 
 def results_page():
     """docs/results.md: all suites, speed, and what the settings of the speed table learn."""
-    text = (
-        "*Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over seeds, with a 95%"
-    )
-    text += (
-        " bootstrap interval. The interval is too narrow for few seeds: of three it is the range. *Evaluated* is the"
-    )
-    text += " mean of ten episodes (or `--eval-episodes`) of the trained agent without exploration. Published figures:"
-    text += " sources and protocols are in `benchmark/published.csv`. *: the best evaluation during training (mean over"
-    text += (
-        " seeds of the best, or best mean over seeds), not the last. †: a single run, evaluated without exploration."
-    )
-    text += " Figures that could only be read off plots are left out."
-    blocks = ["# Results", "", "Written by `python benchmark/report.py --readme`.", "", text, ""]
+    blocks = ["# Results", "", "Written by `python benchmark/report.py --readme`.", ""]
+    blocks += ["- *Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over seeds."]
+    blocks += [
+        "- *95% interval* is a bootstrap interval over seeds. For few seeds it is too narrow: of three it is the"
+    ]
+    blocks[-1] += " range of the runs."
+    blocks += ["- *Evaluated* is the mean of ten episodes of the trained agent without exploration."]
+    blocks += [
+        "- Sources and protocols of published figures are in `benchmark/published.csv`. Figures that could only be"
+    ]
+    blocks[-1] += " read off plots are left out."
+    blocks += [
+        "- \\*: the best evaluation during training, not the last: the mean over seeds of the best, or the best mean"
+    ]
+    blocks[-1] += " over seeds."
+    blocks += ["- †: a single run, evaluated without exploration.", ""]
     first, *others = [name for name in SUITES if (RESULTS / f"{name}.csv").exists()]
     blocks += [*suite_table(first), *speed_table()]
     for name in others:

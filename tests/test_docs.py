@@ -49,12 +49,15 @@ def test_readme_is_short_and_quotes_the_loop():
 
 
 def test_pages_link_to_each_other(tmp_path):
-    """mkdocs finds every page, picture and link; README's links lead to files."""
+    """mkdocs finds every page, picture and link; no list or table is left as text; README's links lead to files."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "results" / "index.html").is_file()
+    for page in tmp_path.rglob("*.html"):
+        for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(), re.S):
+            assert not re.search(r"^(- |\d+\. |\|)", paragraph, re.M), paragraph
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
 
