@@ -11,10 +11,11 @@ a time (5 seeds each): with normalised advantages it reaches 1,364, with stored 
 size has not been run.
 
 The design is that of the published comparison, which found no difference: twenty seeds, eleven evaluations. This one
-adds intervals and tests. NVIDIA's update stands in it twice: as the text describes it (nvidia), and as the text prints it
-(google+stored: Brax's advantages, of stored values). Finished runs are skipped: stop it and start it again as you like. An evaluation is the mean
-return of the first episode of each evaluation environment, with sampled actions. The original divides all rewards of
-1,000 steps by the number of episodes that ended in them; its figures are in tests/golden.json, seed001_results.
+adds intervals and tests. NVIDIA's update stands in it twice: as the text describes it (nvidia), and as the text prints
+it (google+stored: Brax's advantages, of stored values). Finished runs are skipped: stop it and start it again as you
+like. An evaluation is the mean return of the first episode of each evaluation environment, with sampled actions. The
+original divides all rewards of 1,000 steps by the number of episodes that ended in them; its figures are in
+tests/golden.json, seed001_results.
 """
 
 import copy
