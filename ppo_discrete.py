@@ -1,9 +1,9 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11,<2.14", "gymnasium[mujoco]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13", "numpy>=1.26,<3",
-#     "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5", "filelock>=3.13,<5",
-#     "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
+#     "torch>=2.11,<2.14", "gymnasium[mujoco,classic-control]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13",
+#     "numpy>=1.26,<3", "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5",
+#     "filelock>=3.13,<5", "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for Discrete and MultiDiscrete actions, in one file.
