@@ -25,7 +25,7 @@ def test_script_header_agrees_with_requirements(script):
     header = set(re.findall(r'"([^"]+)"', block.split("dependencies")[1]))
     assert header == requirements(ROOT / "requirements.txt")
     for requirement in header | requirements(ROOT / "tests" / "requirements.txt"):
-        assert re.fullmatch(r"[\w\[\]-]+>=[\d.]+,<[\d.]+", requirement), requirement
+        assert re.fullmatch(r"[\w\[\],-]+>=[\d.]+,<[\d.]+", requirement), requirement
 
 
 @pytest.mark.parametrize("variant", ["ppo_gpu_sim", "ppo_rlhf"])
