@@ -15,10 +15,10 @@
 
 Choices, where implementations of PPO differ (what each one gains: docs/notes/):
  1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
- 2. Observations are normalised when the policy acts, and stored normalised. The statistics change between rollouts
-    only, so the probability ratio is 1 in the first minibatch. They are part of the agent and of its checkpoints.
+ 2. Observations are normalised when the policy acts. The update uses the same normalised ones, so the probability
+    ratio is 1 in the first minibatch. The statistics change between rollouts. The agent and its checkpoints have them.
  3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
- 4. Values and advantages are computed after the rollout. --recompute-advantages repeats that before every later epoch.
+ 4. Values and advantages are computed after the rollout; with --recompute-advantages, again before every later epoch.
  5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
  6. --target-kl ends an update when the approximate KL of a minibatch, before its step, exceeds 1.5 times the target
     (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
@@ -38,7 +38,7 @@ In reading order: Args, agent, advantages and losses, train. The services below 
 Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
 I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic read.
 Discrete actions: K = dimensions of an action, A = sum of their sizes. Box actions: A = action size.
-Step t goes from obs[t] by actions[t] to rewards[t], terminations[t], truncations[t] and the observation after it.
+Step t: the agent sees obs[t] and takes actions[t]. It gets rewards[t], terminations[t], truncations[t].
 Siblings: ppo_continuous.py (Box actions), ppo_discrete.py (Discrete actions, images, Atari), ppo_rnn.py (memory).
 """
 
@@ -86,7 +86,7 @@ class Args:  # the comments are what --help prints
     evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or an episode at every tenth of training, to RUN_DIR/videos
+    capture_video: bool = False  # record --evaluate, or ten times an episode during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -104,7 +104,7 @@ class Args:  # the comments are what --help prints
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, moved inside the bounds below
-    anneal_std: bool = False  # Box: scale the learned standard deviation by a cosine from 1 to 0 over the run
+    anneal_std: bool = False  # Box: scale the learned standard deviation by sin(pi/2 * share of the run that is left)
     state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
     log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: no bound
     log_std_max: float | None = None  # Box: upper bound for a range of +-1; a range of +-3 adds log(3); None: no bound
@@ -118,10 +118,10 @@ class Args:  # the comments are what --help prints
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
     recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
-    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
     clip_vloss: bool = False  # value loss: the larger of the new value's error and that of the clipped new value
-    vf_clip_coef: float | None = None  # --clip-vloss: how far from the old value, in returns; None: clip_coef
+    vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
@@ -396,8 +396,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,), G_t = r_t + gamma * G_{t-1}, restarts from 0 after an end and goes on in the next rollout.
-    It and return_rms are updated here. ended (T, N) bool. As in baselines and SB3, no mean is subtracted."""
+    discounted_returns (N,) are of past rewards, as in baselines: G_t = r_t + gamma * G_{t-1}, from 0 after an episode's
+    end, ended (T, N) bool. They and return_rms are updated here, for the next rollout too. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -418,7 +418,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
+    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
         advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
@@ -489,7 +489,7 @@ def ppo_loss(
         vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
     policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
     value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # It estimates KL(old, new) without bias, as its gradient does. It varies less than the mean of -log_ratio.
+    # An unbiased estimate of KL(old, new), with an unbiased gradient. The mean of -log_ratio would vary more.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -553,7 +553,7 @@ def train(args, stop_signals=()):
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
     global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
-    # Numbers of its own for every rank and every resumption: policy noise, permutations, environments.
+    # Every rank and every resumption has seeds of its own, for noise, permutations and environments.
     seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
     noise_seed, *env_seeds = seeds.tolist()
     torch.manual_seed(noise_seed)

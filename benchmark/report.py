@@ -54,10 +54,12 @@ SUITES = {
     "before it was rebuilt. This processor has no AVX-512 and rounds differently, so the same seed gives another "
     "run. No setting has been chosen on these runs",
     "mujoco-v5": "**MuJoCo, versions -v5**, which gymnasium recommends today. The defaults are the same and were not "
-    "tuned on these versions. No published PPO figures for -v5 were found",
+    "tuned on these versions. No published PPO figures for -v5 were found. "
+    "The runs are of the script before it was rebuilt",
     "classic": "**Classic control**",
     "atari": "**Atari**, raw scores of whole games, no sticky actions. So far there is one run on one CPU core, with "
-    "16 minibatches; the published settings have 4",
+    "16 minibatches, learning rate 5e-4, clip range 0.2 and the script before it was rebuilt. The published settings "
+    "have 4, 2.5e-4 and 0.1",
     "memory": "**Tasks that need a memory**",
 }
 CURVE_POINTS = 50
@@ -430,7 +432,9 @@ def suite_table(name):
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean, 2000)
         means = [score.mean() for score in scores]
-        text = "On a scale from 0, random actions, to 1, the highest PPO figure found, the mean over tasks is"
+        text = (
+            "Rescaled so that random actions score 0 and the highest PPO figure found scores 1, our mean over tasks is"
+        )
         text += f" {np.mean(means):.2f}. The lowest task has {min(means):.2f} ({names[np.argmin(means)]}). The"
         text += f" interquartile mean (of the middle half of all runs) is **{interquartile_mean(scores):.2f}**"
         lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
@@ -545,7 +549,7 @@ def results_page():
         "- \\*: the best evaluation during training, not the last: the mean over seeds of the best, or the best mean"
     ]
     blocks[-1] += " over seeds."
-    blocks += ["- †: a single run, evaluated without exploration.", ""]
+    blocks += ["- †: a single run, evaluated without exploration.", "- Bold: ours.", ""]
     first, *others = [name for name in SUITES if (RESULTS / f"{name}.csv").exists()]
     blocks += [*suite_table(first), *speed_table()]
     for name in others:

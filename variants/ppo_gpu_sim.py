@@ -110,9 +110,9 @@ class Args:  # the comments are what --help prints
     advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
-    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = True  # value loss: the larger of the new value's error and that of the clipped new value
-    vf_clip_coef: float | None = None  # --clip-vloss: how far from the old value, in returns; None: clip_coef
+    vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 is rsl_rl's 1, which has no 0.5
     max_grad_norm: float = 1.0  # upper bound on the norms of the actor's and the critic's gradient; 0: none
@@ -267,7 +267,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
+    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
         advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
@@ -411,7 +411,7 @@ def train(args, stop_signals=()):
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-8, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
     global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
-    # Numbers of its own for every rank and every resumption: policy noise and permutations, simulators.
+    # Every rank and every resumption has seeds of its own, for noise, permutations and simulators.
     noise_seed, env_seed = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(2).tolist()
     torch.manual_seed(noise_seed)
 

@@ -115,7 +115,7 @@ class Args:  # the comments are what --help prints
     gamma: float = 1.0  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the end of the answer (no bias)
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
-    clip_coef: float = 0.2  # no further gain from a probability ratio outside 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     vf_clip_coef: float | None = 0.2  # take the larger of the value errors with and without this clip; None: unclipped
     clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
     kl_coef: float = 0.1  # weight of the KL penalty; where it starts with --kl-target
@@ -203,7 +203,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.clone()  # A_t = delta_t + gamma lambda A_{t+1}, where the episode goes on
+    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
     advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
         advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
@@ -345,7 +345,7 @@ def train(args, stop_signals=()):
         update_time, all_metrics = time.time(), []
         actor.train(checkpointing), critic.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
         for _ in range(args.ppo_epochs):
-            permutation = torch.randperm(B).to(device)  # drawn on the CPU: the same one on every device
+            permutation = torch.randperm(B).to(device)
             tensors = (sequences, attention_mask, mask, trained, log_probs, values, advantages, returns)
             b_tensors = [x[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
