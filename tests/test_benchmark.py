@@ -621,7 +621,7 @@ def test_phases_are_those_of_the_loop(tmp_path):
 
 
 def test_tables_of_the_notes():
-    """The rows of docs/notes/ that compare defaults, or the scripts before and after the rebuild, are those of results/."""
+    """Rows of docs/notes/ that compare defaults, or scripts before and after the rebuild, are those of results/."""
 
     def means(name):
         found = {}
