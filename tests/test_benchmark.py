@@ -198,7 +198,9 @@ def test_summary_is_of_whole_runs_with_default_settings(tmp_path, monkeypatch):
     """What other settings or fewer steps make of a task gets a row, but does not count in the means over tasks."""
     results = Path(shutil.copytree(report.RESULTS, tmp_path / "results"))
     monkeypatch.setattr(report, "RESULTS", results)
-    (summary,) = (line for line in report.suite_table("mujoco") if line.startswith("Rescaled so that random actions score 0"))
+    (summary,) = (
+        line for line in report.suite_table("mujoco") if line.startswith("Rescaled so that random actions score 0")
+    )
     rows = report.read_csv(results / "mujoco.csv")
     slow = [row | {"flags": "--learning-rate=0.0001", "last_100_mean": "0"} for row in rows]
     short = {"flags": "--total-timesteps=20000", "global_step": "20000", "last_100_mean": "0"}
