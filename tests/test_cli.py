@@ -293,6 +293,17 @@ def test_environment_that_returns_nan(script, small_args, where, capsys):
     assert all(tensor.isfinite().all() for tensor in saved["agent"].state_dict().values())
 
 
+def test_weights_that_are_not_finite_are_not_saved(script, small_args, capsys):
+    """A resumed run that diverges ends in one line, code 1, and leaves the checkpoint as it was."""
+    _, run_dir = script.train(small_args())
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    more = {"learning_rate": 1e38, "max_grad_norm": 0.0, "total_timesteps": 1024, "checkpoint_interval": 1}
+    with pytest.raises(SystemExit) as exit:
+        script.train(small_args(resume=str(run_dir), anneal_lr=False, target_kl=None, **more))
+    assert exit.value.code == 1 and "gave NaN or infinity; the last checkpoint is kept" in capsys.readouterr().err
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+
+
 @pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
 def test_wandb(script, tmp_path):
     """--track, offline: the run's own folder holds a wandb run of its name, with the metrics and the arguments. Behind

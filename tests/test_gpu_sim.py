@@ -890,9 +890,12 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     (run_dir,) = tmp_path.iterdir()
     args = json.loads((run_dir / "args.json").read_text())
     assert args["gamma"] == 0.97 and args["num_steps"] == 10
-    monkeypatch.setattr(
-        sys, "argv", ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--env-id=torch_envs:drift", "--eval-episodes=8"]
-    )
+    words = ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--eval-episodes=8"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=r"^2$"):  # a checkpoint does not choose what is imported
+        script.main()
+    assert "add --env-id torch_envs:drift" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "--env-id=torch_envs:drift"])
     script.main()
     script.main()
     first, second = capsys.readouterr().out.splitlines()
