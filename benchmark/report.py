@@ -1,9 +1,12 @@
-"""Run folders -> small CSVs in benchmark/results/ -> the tables and pictures of README.md and docs/.
+"""Run folders -> tables and learning curves.
 
-    python benchmark/report.py mujoco runs/*     # results/mujoco.csv, a row per finished run, and mujoco_curves.csv
-    python benchmark/report.py classic runs/*    # the same for any other name
-    python benchmark/report.py --random          # results/random.csv: random actions on all tasks of README
-    python benchmark/report.py --readme          # README.md, docs/results.md: tables beside published figures, curves
+    python benchmark/report.py runs/*                        # report/: any runs, scripts and settings side by side
+    python benchmark/report.py runs/A* runs/B* --out DIR     # the same in DIR/
+    python benchmark/report.py runs/* --publish mujoco       # into results/mujoco.csv and mujoco_curves.csv
+    python benchmark/report.py --publish random              # results/random.csv: random actions on all tasks of README
+    python benchmark/report.py --publish readme              # README.md, docs/: tables beside published figures, curves
+
+Without --publish nothing in the repository changes.
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
@@ -29,6 +32,7 @@ import gymnasium as gym
 import numpy as np
 import suites
 import torch
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -137,7 +141,8 @@ def defaults_of(script, env_id):
     module = importlib.import_module(script)
     atari = hasattr(module, "is_atari") and module.is_atari(env_id)
     defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
-    return {name: value for name, value in defaults.items() if name not in WHERE_AND_HOW}
+    defaults = {name: value for name, value in defaults.items() if name not in WHERE_AND_HOW}
+    return json.loads(json.dumps(defaults))  # tuples as lists, as in args.json
 
 
 def key_of(defaults):
@@ -446,8 +451,16 @@ def suite_table(name):
     return lines + [""]
 
 
+def mean_and_band(runs, grid):
+    """The mean over runs (x, y) at each x of the grid, and its 95% bootstrap interval. A run that ended earlier keeps
+    its last value."""
+    values = np.array([np.interp(grid, *run.T) for run in runs])
+    draws = np.random.default_rng(0).integers(len(runs), size=(1000, len(runs)))
+    return values.mean(0), np.percentile(values[draws].mean(1), [2.5, 97.5], axis=0)
+
+
 def draw_curves(name):
-    """docs/pictures/NAME.png and NAME_time.png: for each task the mean over seeds, each seed as a thin line."""
+    """docs/pictures/NAME.png and NAME_time.png: for each task and setting the mean over seeds with its 95% interval."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -465,39 +478,44 @@ def draw_curves(name):
         return
     columns = min(3, len(order))
     height = -(-len(order) // columns)
-    for x, label, scale, suffix in (("global_step", "steps (thousands)", 1e3, ""), ("seconds", "minutes", 60, "_time")):
-        figure, axes = plt.subplots(
-            height, columns, figsize=(11 * columns / 3, 2.9 * height), squeeze=False, layout="constrained"
-        )
+    for x, unit, scale, suffix in (("global_step", "steps (thousands)", 1e3, ""), ("seconds", "minutes", 60, "_time")):
+        size = max(5, 11 * columns / 3), 2.9 * height + 0.6
+        figure, axes = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
+        legend = {}  # label -> line; a setting has one color in all panels
         for axis in axes.flat[len(order) :]:
             axis.axis("off")
         for axis, env_id in zip(axes.flat, order):
-            settings = group_by(tasks[env_id,], "script", "flags")
-            for color, ((script, flags), points) in enumerate(settings.items()):
+            settings, seeds = group_by(tasks[env_id,], "script", "flags"), set()
+            for (script, flags), points in settings.items():
                 others = [set(other.split()) for name, other in settings if name == script]
                 own = [flag for flag in flags.split() if not all(flag in other for other in others)]
                 runs = [
                     np.array([[float(p[x]) / scale, float(p["mean_return"])] for p in run])
                     for run in group_by(points, "seed", "exp_name").values()
                 ]
-                for run in runs:
-                    axis.plot(*run.T, color=f"C{color}", alpha=0.3, linewidth=0.8)
-                start, end = max(run[0, 0] for run in runs), min(run[-1, 0] for run in runs)
-                grid = np.linspace(start, end, CURVE_POINTS)
-                mean = np.mean([np.interp(grid, *run.T) for run in runs], 0)
-                title = f"{' '.join([f'{script}.py', *own])}, {len(runs)} seed{'s' * (len(runs) > 1)}"
-                axis.plot(grid, mean, color=f"C{color}", linewidth=2, label=title)
+                label = " ".join([f"{script}.py", *own])
+                color = legend[label].get_color() if label in legend else f"C{len(legend)}"
+                grid = np.linspace(max(run[0, 0] for run in runs), max(run[-1, 0] for run in runs), CURVE_POINTS)
+                mean, band = mean_and_band(runs, grid)
+                (legend[label],) = axis.plot(grid, mean, color=color, linewidth=2)
+                axis.fill_between(grid, *band, color=color, alpha=0.2, linewidth=0)
+                seeds.add(len(runs))
             for column, style, text in (("cleanrl", ":", "CleanRL"), ("highest", "--", "highest PPO found")):
                 if row := published.get((env_id, column)):
-                    axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1, label=text)
-            axis.set_title(re.sub(".*[:/]", "", env_id), fontsize=11)
+                    height_of = float(row["mean_return"])
+                    legend[text] = axis.axhline(height_of, color="0.4", linestyle=style, linewidth=1.2)
+            count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
+            axis.set_title(f"{re.sub('.*[:/]|popgym-', '', env_id)} ({count} seed{'s' * (count != '1')})", fontsize=11)
             axis.set_xlim(left=0)
             axis.grid(alpha=0.25)
-            axis.legend(fontsize=7, loc="best")
         for axis in axes[:, 0]:
             axis.set_ylabel("return, last 100 episodes")
-        figure.supxlabel(label, fontsize=10)
-        figure.savefig(PICTURES / f"{name}{suffix}.png", dpi=110)
+        for axis in axes.flat[len(order) - columns : len(order)]:  # the lowest of each column
+            axis.set_xlabel(unit)
+        lines = sorted(legend.items(), key=lambda item: item[0] in ("CleanRL", "highest PPO found"))
+        labels, lines = zip(*lines)
+        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), columns), fontsize=10)
+        figure.savefig(PICTURES / f"{name}{suffix}.png", dpi=200)
         plt.close(figure)
 
 
@@ -533,7 +551,7 @@ def headline():
 
 def results_page():
     """docs/results.md: all suites, speed, and what the settings of the speed table learn."""
-    blocks = ["# Results", "", "Written by `python benchmark/report.py --readme`.", ""]
+    blocks = ["# Results", "", "Written by `python benchmark/report.py --publish readme`.", ""]
     blocks += ["- *Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over seeds."]
     blocks += [
         "- *95% interval* is a bootstrap interval over seeds. For few seeds it is too narrow: of three it is the"
@@ -560,7 +578,10 @@ def results_page():
 
 def fill_page(page):
     """README with today's results between its markers."""
-    start, end = "<!-- results: written by `python benchmark/report.py --readme` -->\n", "<!-- end of results -->"
+    start, end = (
+        "<!-- results: written by `python benchmark/report.py --publish readme` -->\n",
+        "<!-- end of results -->",
+    )
     before, rest = page.split(start)
     return before + start + "\n".join(headline()) + "\n" + end + rest.split(end)[1]
 
@@ -575,17 +596,43 @@ def write_readme():
     readme.write_text(fill_page(readme.read_text()))
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--readme"]:
-        try:
-            write_readme()
-        except ModuleNotFoundError as error:
-            raise SystemExit(
-                f"report.py: error: {error}: python -m pip install -r benchmark/requirements.txt"
-            ) from None
-    elif sys.argv[1:] == ["--random"]:
+@dataclasses.dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders
+    out: Path = Path("report")  # where tables and curves go
+    publish: str | None = None  # write into the repository instead: a name in benchmark/results/, random, or readme
+
+
+def write_report(run_dirs, folder):
+    """Tables and curves of any runs, in a folder of the user's."""
+    global RESULTS, PICTURES
+    folder.mkdir(parents=True, exist_ok=True)
+    RESULTS = PICTURES = folder
+    for old in ("runs.csv", "runs_curves.csv"):
+        (folder / old).unlink(missing_ok=True)
+    write_csv("runs", run_dirs)
+    (folder / "runs.md").write_text(settings_table(read_csv(folder / "runs.csv")) + "\n")
+    draw_curves("runs")
+    print(f"{folder}/runs.md, runs.csv; curves: runs.png over steps, runs_time.png over minutes")
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    if args.publish == "random":
         write_random()
-    elif len(sys.argv) > 2 and not sys.argv[1].startswith("-"):
-        write_csv(sys.argv[1], [Path(path) for path in sys.argv[2:]])
+    elif args.publish == "readme":
+        write_readme()
+    elif not args.runs:
+        raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")
+    elif args.publish:
+        write_csv(args.publish, args.runs)
     else:
-        raise SystemExit(__doc__)
+        write_report(args.runs, args.out)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ModuleNotFoundError as error:
+        message = f"report.py: error: {error}: python -m pip install -r benchmark/requirements.txt"
+        raise SystemExit(message) from None

@@ -6,7 +6,7 @@
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
     python benchmark/run.py --suite mujoco --ray auto              # on the Ray cluster that this machine belongs to
-    python benchmark/report.py mujoco runs/*                       # then: benchmark/results/, curves
+    python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
 others resume from their checkpoint. Two of them may work on one --runs-dir: a run is held by whoever has its log open.
@@ -104,8 +104,9 @@ def make_jobs(args, flags=()):
             words = (*own_flags.split(), *more, *flags)
             jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
             parsed = jobs[-1].parsed
-            # A flag that is wrong ends it here.
-            load_script(script).check_args(dataclasses.replace(parsed, eval_episodes=args.eval_episodes))
+            # A flag that is wrong ends it here. check_args may choose --num-minibatches.
+            for checked in (parsed, dataclasses.replace(parsed, eval_episodes=args.eval_episodes)):
+                load_script(script).check_args(checked)
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
@@ -116,6 +117,7 @@ def find_run(job):
     # Names of folders are not enough: that of `slow`, seed 1, is how `slow__1` begins.
     other = WHERE_AND_HOW - {"env_id", "exp_name", "seed"}
     wanted = {name: value for name, value in vars(job.parsed).items() if name not in other}
+    wanted = json.loads(json.dumps(wanted))  # tuples as lists, as in args.json
     for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
         if (run_dir / "checkpoint.pt").is_file():
             found = json.loads((run_dir / "args.json").read_text())

@@ -140,6 +140,20 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
 
+def test_report_of_any_runs(finished_runs, tmp_path, monkeypatch):
+    """Without --publish the tables and curves go into a folder of the user's, and nothing in the repository changes."""
+    before = {path: path.read_bytes() for path in [*report.RESULTS.iterdir(), ROOT / "README.md"]}
+    command = [sys.executable, "benchmark/report.py", *run_dirs(finished_runs[0]), "--out", tmp_path / "mine"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert names == {"runs.csv", "runs_curves.csv", "runs.md", "defaults.json", "runs.png", "runs_time.png"}
+    assert (tmp_path / "mine" / "runs.md").read_text().count("CartPole-v1") == 1
+    finished = subprocess.run(command[:2], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 1 and "name run folders" in finished.stderr
+
+
 def test_readme_has_the_tables_of_the_results():
     """No figure between its markers, and none of docs/results.md, is older than results/, or written by hand."""
     page = (ROOT / "README.md").read_text()
@@ -152,7 +166,7 @@ def test_readme_has_the_tables_of_the_results():
 def test_tools_need_more_requirements(monkeypatch, tool, package):
     """Of benchmark/requirements.txt; where they are missing one line says so."""
     monkeypatch.setitem(sys.modules, package, None)  # its import fails
-    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--readme"])
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--publish", "readme"])
     with pytest.raises(SystemExit, match=rf"{package}.*pip install -r benchmark/requirements\.txt"):
         runpy.run_path(str(ROOT / "benchmark" / f"{tool}.py"), run_name="__main__")
 
@@ -622,50 +636,10 @@ def test_phases_are_those_of_the_loop(tmp_path):
         phases.microseconds(["something", 0.0, 1.0])
 
 
-def test_tables_of_the_notes():
-    """Rows of docs/notes/ that compare defaults, or scripts before and after the rebuild, are those of results/."""
-
-    def means(name):
-        found = {}
-        for row in report.read_csv(report.RESULTS / f"{name}.csv"):
-            if "mask-actions" not in row["flags"]:  # Taxi without its masks has another row
-                task = row["env_id"].split("-v")[0].replace("Inverted", "")
-                found.setdefault(task, []).append(float(row["last_100_mean"]))
-        return {task: np.mean(returns) for task, returns in found.items()}
-
-    def table(page, first_column):
-        lines = (report.ROOT / "docs" / "notes" / f"{page}.md").read_text().splitlines()
-        (row,) = (line for line in lines if line.startswith(f"| {first_column} |"))
-        return [cell.strip().replace(",", "") for cell in row.split("|")[2:-1]]
-
-    tasks = ["HalfCheetah", "Hopper", "Walker2d", "Ant", "Swimmer", "Humanoid", "Reacher", "DoublePendulum"]
-    for row, name in (
-        ("D4: `--kl-coef 0.01` (8)", "mujoco-49c198e"),
-        ("D4 on a processor with AVX2 only (8)", "mujoco-avx2"),
-        ("D5: the rebuilt script (8)", "mujoco"),
-    ):
-        found = means(name)
-        for task, cell in zip(tasks, table("continuous", row), strict=True):
-            digits = len(cell.partition(".")[2])
-            assert cell == (f"{found[task]:.{digits}f}" if task in found else ""), (row, task)
-    before, after = means("classic-49c198e"), means("classic")
-    for task in ("CartPole", "Acrobot", "MountainCar", "Taxi"):
-        assert table("discrete", task)[:2] == [f"{before[task]:.1f}", f"{after[task]:.1f}"], task
-
-
 def test_figures_of_the_language_model():
-    """docs/rlhf.md and notes/rlhf.md tell what results/rlhf.csv has."""
-    rows = report.read_csv(report.RESULTS / "rlhf.csv")
-    page, notes = (report.ROOT / "docs" / name for name in ("rlhf.md", "notes/rlhf.md"))
-    with_penalty, without = ([row for row in rows if row["kl_coef"] == kl] for kl in ("0.1", "0.0"))
-
-    def extent(rows, column, digits):
-        values = [float(row[column]) for row in rows]
-        return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-    start, end = extent(with_penalty, "task_score_at_start", 2), extent(with_penalty, "task_score", 3)
-    assert f"begins at {start} and ends at {end} ({len(with_penalty)} seeds)" in " ".join(notes.read_text().split())
-    assert f"ends at {extent(without, 'task_score', 3)} ({len(without)} seeds)" in " ".join(notes.read_text().split())
+    """docs/rlhf.md tells what results/rlhf.csv has."""
+    rows, page = report.read_csv(report.RESULTS / "rlhf.csv"), report.ROOT / "docs" / "rlhf.md"
+    with_penalty = [row for row in rows if row["kl_coef"] == "0.1"]
     assert f"rises from 0.5 to {min(float(row['reward']) for row in with_penalty):.2f}" in page.read_text()
     assert {f"{float(row['reward_at_start']):.1f}" for row in with_penalty} == {"0.5"}
     assert max(float(row["highest_kl"]) for row in with_penalty) < 2 and "below 2 nats" in page.read_text()
