@@ -60,7 +60,7 @@ import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 
 @dataclasses.dataclass
@@ -72,9 +72,9 @@ class Args:  # the comments are what --help prints
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
-    checkpoint_interval: int = 10  # iterations between checkpoints; the last iteration is always saved
-    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
+    checkpoint_interval: int = 10  # iterations between checkpoints; the first and the last are always saved
+    resume: str | None = None  # run folder to continue, or latest; its arguments apply, except those given again
+    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or ten times an episode during training, to RUN_DIR/videos
@@ -83,6 +83,7 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; observations are flattened into a vector
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
     stagger_envs: bool = True  # shorten the first episodes, each by another amount; these are not logged
@@ -90,6 +91,7 @@ class Args:  # the comments are what --help prints
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
+    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the tanh layers of actor and of critic (Schulman et al. 2017)
     num_steps: int = 20  # steps of each environment per iteration (T)
     learning_rate: float = 3e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
@@ -111,7 +113,6 @@ class Args:  # the comments are what --help prints
     desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
     log_std_init: float = -0.5  # initial log of the policy's standard deviation, moved inside the bounds below
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * share of the run that is left)
-    state_dependent_std: bool = False  # log_std from the policy network; off: one learned value per action dimension
     log_std_min: float | None = -1.5  # lower bound on the learned log_std, before --anneal-std; None: no bound
     log_std_max: float | None = -0.5  # upper bound for a range of +-1; a range of +-3 adds log(3); None: no bound
 
@@ -151,10 +152,12 @@ def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the va
     return layer
 
 
-def mlp(input_size, output_size, gain):
-    # Two tanh layers of 64, as in Schulman et al. (2017).
-    hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), gain))
+def mlp(input_size, hidden_sizes, output_size, gain):
+    layers = []
+    for size in hidden_sizes:
+        layers += [layer_init(nn.Linear(input_size, size)), nn.Tanh()]
+        input_size = size
+    return nn.Sequential(*layers, layer_init(nn.Linear(input_size, output_size), gain))
 
 
 class Agent(nn.Module):
@@ -171,11 +174,10 @@ class Agent(nn.Module):
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
         self.register_buffer("log_std_shift", torch.zeros(1))  # log of --anneal-std's factor
-        self.critic = mlp(obs_shape[0], 1, gain=1.0)
+        self.critic = mlp(obs_shape[0], args.hidden_sizes, 1, gain=1.0)
         # gain 0.01: means start near 0 everywhere, so the first policy is the same noise in every state.
-        self.actor = mlp(obs_shape[0], 2 * action_size if args.state_dependent_std else action_size, gain=0.01)
-        if not args.state_dependent_std:
-            self.log_std = nn.Parameter(torch.full((action_size,), float(args.log_std_init)))
+        self.actor = mlp(obs_shape[0], args.hidden_sizes, action_size, gain=0.01)
+        self.log_std = nn.Parameter(torch.full((action_size,), float(args.log_std_init)))
 
     def normalize_obs(self, raw_obs):
         """(..., D) of any number type -> (..., D) float32"""
@@ -190,15 +192,8 @@ class Agent(nn.Module):
 
     def get_mean_and_log_std(self, obs):
         """(..., D) -> mean (..., A), log_std (..., A)"""
-        if self.args.state_dependent_std:
-            mean, log_std = self.actor(obs).chunk(2, dim=-1)
-            log_std = log_std + self.args.log_std_init
-            # Straight-through: a clamp has no gradient outside its bounds, and log_std would never come back.
-            log_std = log_std + (self.clamp_log_std(log_std) - log_std).detach()
-        else:
-            mean = self.actor(obs)
-            log_std = self.clamp_log_std(self.log_std).expand_as(mean)
-        return mean, log_std + self.log_std_shift
+        mean = self.actor(obs)
+        return mean, (self.clamp_log_std(self.log_std) + self.log_std_shift).expand_as(mean)
 
     def clamp_log_std(self, log_std):
         """The learned log_std (..., A) between --log-std-min and --log-std-max. The upper bound grows with the largest
@@ -216,8 +211,7 @@ class Agent(nn.Module):
         """--anneal-std scales the standard deviation by sin(pi/2 * remaining): 1 at the start, near 0 at the end.
         Its log is added to the bounded log_std. This also moves the learned log_std back inside its bounds."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
-        if not self.args.state_dependent_std:  # outside its bounds its gradient is 0
-            self.log_std.copy_(self.clamp_log_std(self.log_std))
+        self.log_std.copy_(self.clamp_log_std(self.log_std))  # outside its bounds its gradient is 0
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...)
@@ -453,7 +447,8 @@ def train(args, stop_signals=()):
             episode_lengths += 1
             for n in np.flatnonzero(terminated | truncated):
                 if not shortened[n]:
-                    episodes.append((global_step, episode_returns[n], episode_lengths[n]))
+                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # VectorMember's
+                    episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
@@ -504,7 +499,7 @@ def train(args, stop_signals=()):
         scalars["charts/learning_rate"] = lr
         run.log(global_step, gather_from_ranks(episodes), scalars)
         stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
+        if iteration % args.checkpoint_interval == 0 or iteration in (1, num_iterations) or stopped:
             run.save(agent, optimizer)
         if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
             evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, run.dir, f"step-{global_step}")
@@ -535,7 +530,16 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
+    args = tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
+    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
+    return args
+
+
+def find_run(name, runs_dir):
+    """The run folder that --resume and --evaluate name: its path, a file in it, or latest."""
+    if name == "latest":
+        name = max(Path(runs_dir).glob("*/checkpoint.pt"), key=os.path.getmtime, default="latest")
+    return str(Path(name).parent if Path(name).suffix == ".pt" else name)
 
 
 def check_args(args, num_ranks=1):
@@ -551,14 +555,19 @@ def check_args(args, num_ranks=1):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
-    if (size := batch_size // num_ranks) % args.num_minibatches:
+    size, what = batch_size // num_ranks, "a batch of"
+    if size % args.num_minibatches:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
-        fail(f"--num-minibatches {args.num_minibatches} must divide a batch of {size}, as {nearest} do")
+        nearest = sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3]
+        if args.num_minibatches != Args.num_minibatches:
+            fail(f"--num-minibatches {args.num_minibatches} must divide {what} {size}, as {sorted(nearest)} do")
+        args.num_minibatches = nearest[0]
+        print(f"--num-minibatches {nearest[0]}, because the default does not divide {what} {size}", file=sys.stderr)
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector, without its infos: merging those takes longer than many a simulator."""
+    """One environment of a vector, without its infos: merging those takes longer than many a simulator. The numbers in
+    the last info of an episode are kept, for the metrics info/NAME."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:  # for environments that draw from the global generators
@@ -567,10 +576,12 @@ class VectorMember(gym.Wrapper):
         return self.env.reset(seed=seed, options=options)[0], {}
 
     def step(self, action):
-        obs, reward, terminated, truncated, _ = self.env.step(action)
-        if terminated or truncated:  # a copy: the environment may begin the next episode in the same array
-            obs = copy.deepcopy(obs)
-        return obs, reward, terminated, truncated, {}
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if not (terminated or truncated):
+            return obs, reward, terminated, truncated, {}
+        numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
+        # A copy: the environment may begin the next episode in the same array. A list: gymnasium does not merge it.
+        return copy.deepcopy(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 
 def make_envs(args, num_envs):
@@ -578,8 +589,10 @@ def make_envs(args, num_envs):
     observation of the next one, and the final observation in infos["final_obs"]."""
     # Forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
-    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
+    mode = "async" if args.async_envs else "sync"
     try:
+        kwargs = json.loads(args.env_kwargs)
+        make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
         envs = make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
         if not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):  # flattening takes time
@@ -676,7 +689,7 @@ class Run:
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
         self.total_steps = num_iterations * args.num_steps * args.num_envs
-        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
+        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {num_iterations} iterations, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
@@ -700,9 +713,11 @@ class Run:
         self.bar.set_postfix_str("compiling" if args.compile else "")
 
     def log(self, global_step, episodes, scalars):
-        """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
+        """episodes: (global_step, return, length, numbers of its last info); scalars: {name: number or tensor ()}"""
         now, text = time.time(), "no episode has ended yet"
-        for step, episodic_return, episodic_length in sorted(episodes, key=lambda episode: episode[0]):
+        for name in {name for *_, numbers in episodes for name in numbers}:
+            scalars[f"info/{name}"] = np.mean([numbers[name] for *_, numbers in episodes if name in numbers])
+        for step, episodic_return, episodic_length, _ in sorted(episodes, key=lambda episode: episode[0]):
             self.episodes_file.write(f"{step},{episodic_return:.6g},{episodic_length},{now - self.start_time:.2f}\n")
             self.writer.add_scalar("charts/episodic_return", episodic_return, step)
             self.writer.add_scalar("charts/episodic_length", episodic_length, step)
@@ -781,7 +796,8 @@ def restore(run_dir, agent, optimizer):
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
     """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
     video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = VectorMember(gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {})))
+    options = json.loads(agent.args.env_kwargs) | ({"render_mode": "rgb_array"} if video_of else {})
+    env = VectorMember(gym.make(env_id, **options))
     env = gym.wrappers.FlattenObservation(env)
     if video_of:
         env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
@@ -808,6 +824,7 @@ def main():
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     args = parse_args()
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
         checkpoint, env_id = load_checkpoint(args.evaluate or args.resume), args.env_id
@@ -815,6 +832,7 @@ def main():
         if ":" in args.env_id and args.env_id != env_id:  # importing a module runs its code
             fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
     if args.evaluate:
+        checkpoint["agent"].args = args  # for --env-kwargs
         options = args.eval_episodes, args.seed, args.eval_deterministic, args.evaluate if args.capture_video else None
         returns = evaluate(checkpoint["agent"], args.env_id, *options)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))

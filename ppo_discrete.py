@@ -6,7 +6,7 @@
 #     "filelock>=3.13,<5", "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
 # ]
 # ///
-"""Proximal Policy Optimization (PPO) for Discrete and MultiDiscrete actions, in one file.
+"""Proximal Policy Optimization (PPO) for Discrete, MultiDiscrete and MultiBinary actions, in one file.
 
     python ppo_discrete.py --env-id CartPole-v1          # train; logs and checkpoints go to runs/NAME
     python ppo_discrete.py --env-id ALE/Breakout-v5      # an Atari game, with settings of its own (ATARI below)
@@ -28,7 +28,7 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
     An action that infos["action_mask"] forbids has probability 0, in the update too.
  9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
     CNN. Every other observation is flattened into a vector.
-10. ALE games follow the published PPO tables: no sticky actions (--sticky-actions), up to 30 no-ops and FIRE at the
+10. ALE games follow the published PPO tables: no sticky actions (see ATARI), up to 30 no-ops and FIRE at the
     start, frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the learner, but the game goes
     on. The learner sees the sign of rewards. episodes.csv has the raw scores of whole games.
 
@@ -65,7 +65,7 @@ import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 
 @dataclasses.dataclass
@@ -77,9 +77,9 @@ class Args:  # the comments are what --help prints
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
-    checkpoint_interval: int = 10  # iterations between checkpoints; the last iteration is always saved
-    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
+    checkpoint_interval: int = 10  # iterations between checkpoints; the first and the last are always saved
+    resume: str | None = None  # run folder to continue, or latest; its arguments apply, except those given again
+    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or ten times an episode during training, to RUN_DIR/videos
@@ -87,7 +87,8 @@ class Args:  # the comments are what --help prints
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
-    env_id: str = "CartPole-v1"  # a gymnasium id with Discrete or MultiDiscrete actions; ALE/NAME-v5 for Atari games
+    env_id: str = "CartPole-v1"  # a gymnasium id with discrete actions; ALE/NAME-v5 for Atari games
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 16  # environments stepped side by side (N)
     stagger_envs: bool = False  # shorten the first episodes, each by another amount; these are not logged
@@ -96,8 +97,8 @@ class Args:  # the comments are what --help prints
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
     clip_reward: bool = False  # learn from the sign of the rewards only (ALE: on)
-    sticky_actions: bool = False  # ALE games repeat the last action with probability 0.25 (Machado et al. 2018)
     # --- PPO
+    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the tanh layers of actor and of critic (Schulman et al. 2017)
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 1e-3  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
@@ -121,6 +122,7 @@ class Args:  # the comments are what --help prints
 
 # Defaults for ALE games, in place of those above: those of the published tables (baselines, CleanRL), which also clip
 # the value loss. Only the command line applies them; from Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
+# Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 ATARI = {
     "total_timesteps": 10_000_000,
     "num_envs": 8,
@@ -171,10 +173,12 @@ def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the va
     return layer
 
 
-def mlp(input_size, output_size, gain):
-    # Two tanh layers of 64, as in Schulman et al. (2017).
-    hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), gain))
+def mlp(input_size, hidden_sizes, output_size, gain):
+    layers = []
+    for size in hidden_sizes:
+        layers += [layer_init(nn.Linear(input_size, size)), nn.Tanh()]
+        input_size = size
+    return nn.Sequential(*layers, layer_init(nn.Linear(input_size, output_size), gain))
 
 
 class NatureCNN(nn.Module):
@@ -202,11 +206,12 @@ class Agent(nn.Module):
 
     `normalize_obs` and `predict` take raw observations, all other methods normalised ones."""
 
-    def __init__(self, obs_shape, action_sizes, action_start, args):
+    def __init__(self, obs_shape, action, args):
+        """action: what `describe_actions` returns"""
         super().__init__()
         self.args = args
-        self.register_buffer("action_sizes", torch.as_tensor(action_sizes))  # shaped as an action: () for Discrete
-        self.register_buffer("action_start", torch.as_tensor(action_start))
+        for name, array in action.items():
+            self.register_buffer(f"action_{name}", torch.as_tensor(array))
         self.sizes = self.action_sizes.flatten().tolist()  # of the K dimensions; their sum is A
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
@@ -217,8 +222,8 @@ class Agent(nn.Module):
             self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
         else:
             self.encoder = nn.Identity()
-            self.critic = mlp(obs_shape[0], 1, gain=1.0)
-            self.actor = mlp(obs_shape[0], sum(self.sizes), gain=0.01)
+            self.critic = mlp(obs_shape[0], args.hidden_sizes, 1, gain=1.0)
+            self.actor = mlp(obs_shape[0], args.hidden_sizes, sum(self.sizes), gain=0.01)
 
     def normalize_obs(self, raw_obs):
         """(..., *D) of any number type -> (..., *D) float32; images stay as they are"""
@@ -398,10 +403,9 @@ def train(args, stop_signals=()):
 
     torch.manual_seed(args.seed)  # networks start equal on all ranks
     envs = make_envs(args, N)
-    obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
+    obs_shape = envs.single_observation_space.shape
     device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
-    sizes = action_space.n if isinstance(action_space, gym.spaces.Discrete) else action_space.nvec
-    agent = Agent(obs_shape, sizes, action_space.start, args).to(device)
+    agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
     # All parameters become views of one vector: one norm and one Adam step serve all layers. Do not move or replace a
     # parameter from here on (.to, assign=True): Adam would not reach it.
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
@@ -493,7 +497,8 @@ def train(args, stop_signals=()):
                 over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
             for n in np.flatnonzero(over):
                 if not shortened[n]:
-                    episodes.append((global_step, episode_returns[n], episode_lengths[n]))
+                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # VectorMember's
+                    episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
@@ -544,7 +549,7 @@ def train(args, stop_signals=()):
         scalars["charts/learning_rate"] = lr
         run.log(global_step, gather_from_ranks(episodes), scalars)
         stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
+        if iteration % args.checkpoint_interval == 0 or iteration in (1, num_iterations) or stopped:
             run.save(agent, optimizer)
         if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
             evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, run.dir, f"step-{global_step}")
@@ -578,7 +583,16 @@ def parse_args(argv=None, default=None):
     parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n")[0])
     args = parse(default=default)
     # ALE games have their own defaults: the command line is read once more, on top of those.
-    return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
+    args = parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
+    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
+    return args
+
+
+def find_run(name, runs_dir):
+    """The run folder that --resume and --evaluate name: its path, a file in it, or latest."""
+    if name == "latest":
+        name = max(Path(runs_dir).glob("*/checkpoint.pt"), key=os.path.getmtime, default="latest")
+    return str(Path(name).parent if Path(name).suffix == ".pt" else name)
 
 
 def check_args(args, num_ranks=1):
@@ -594,14 +608,19 @@ def check_args(args, num_ranks=1):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
-    if (size := batch_size // num_ranks) % args.num_minibatches:
+    size, what = batch_size // num_ranks, "a batch of"
+    if size % args.num_minibatches:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
-        fail(f"--num-minibatches {args.num_minibatches} must divide a batch of {size}, as {nearest} do")
+        nearest = sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3]
+        if args.num_minibatches != Args.num_minibatches:
+            fail(f"--num-minibatches {args.num_minibatches} must divide {what} {size}, as {sorted(nearest)} do")
+        args.num_minibatches = nearest[0]
+        print(f"--num-minibatches {nearest[0]}, because the default does not divide {what} {size}", file=sys.stderr)
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator."""
+    """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator. The
+    numbers in the last info of an episode are kept, for the metrics info/NAME."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:  # for environments that draw from the global generators
@@ -612,9 +631,12 @@ class VectorMember(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:  # a copy: the environment may begin the next episode in the same array
-            obs = copy.deepcopy(obs)
-        return obs, reward, terminated, truncated, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+        mask = {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+        if not (terminated or truncated):
+            return obs, reward, terminated, truncated, mask
+        numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
+        # A copy: the environment may begin the next episode in the same array. A list: gymnasium does not merge it.
+        return copy.deepcopy(obs), reward, terminated, truncated, mask | {"numbers": [numbers]}
 
 
 def is_atari(env_id):
@@ -634,16 +656,18 @@ def make_envs(args, num_envs):
     observation of the next one, and the final observation in infos["final_obs"]."""
     # Forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
-    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
-    if is_atari(args.env_id):  # ale-py has a vector of games in native threads; "ale_py:" makes gymnasium import it
-        game = "ale_py:" + args.env_id.removeprefix("ale_py:")
-        make = partial(gym.make_vec, game, num_envs, autoreset_mode=options["autoreset_mode"])
-        make = partial(make, repeat_action_probability=0.25 if args.sticky_actions else 0.0, reward_clipping=False)
-        make = partial(make, episodic_life=False, life_loss_info=True)  # a lost life is `terminated`, the game goes on
-    if "NoFrameskip" in args.env_id:
-        fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
+    mode = "async" if args.async_envs else "sync"
     try:
-        envs = make() if is_atari(args.env_id) else make(wrappers=[VectorMember])
+        kwargs = json.loads(args.env_kwargs)
+        if is_atari(args.env_id):  # ale-py has a vector of games in native threads
+            kwargs = {"reward_clipping": False, "repeat_action_probability": 0.0} | kwargs
+            kwargs |= {"episodic_life": False, "life_loss_info": True}  # a lost life is `terminated`, the game goes on
+            kwargs |= {"autoreset_mode": options["autoreset_mode"]}  # below: "ale_py:" makes gymnasium import it
+            return gym.make_vec("ale_py:" + args.env_id.removeprefix("ale_py:"), num_envs, **kwargs)
+        if "NoFrameskip" in args.env_id:
+            fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
+        make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
+        envs = make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
         if not is_vector and not is_image(obs_space):  # flattening takes time
@@ -651,10 +675,17 @@ def make_envs(args, num_envs):
             envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    if not isinstance(envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
-        actions = envs.single_action_space
-        fail(f"{args.env_id} has actions {actions}: Discrete or MultiDiscrete is needed (Box: use ppo_continuous.py)")
+    actions, discrete = envs.single_action_space, ("Discrete", "MultiDiscrete", "MultiBinary")
+    if type(actions).__name__ not in discrete:
+        fail(f"{args.env_id} has actions {actions}: {', '.join(discrete)} is needed (Box: use ppo_continuous.py)")
     return envs
+
+
+def describe_actions(space):
+    """What the agent must know of an action space: how many choices each dimension has, and the number of the first"""
+    if isinstance(space, gym.spaces.MultiBinary):  # two choices in each dimension
+        return {"sizes": np.full(space.shape, 2), "start": np.zeros(space.shape, space.dtype)}
+    return {"sizes": space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, "start": space.start}
 
 
 def read_action_masks(infos, num_envs, action_sizes):
@@ -757,7 +788,7 @@ class Run:
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
         self.total_steps = num_iterations * args.num_steps * args.num_envs
-        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
+        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {num_iterations} iterations, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
@@ -781,9 +812,11 @@ class Run:
         self.bar.set_postfix_str("compiling" if args.compile else "")
 
     def log(self, global_step, episodes, scalars):
-        """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
+        """episodes: (global_step, return, length, numbers of its last info); scalars: {name: number or tensor ()}"""
         now, text = time.time(), "no episode has ended yet"
-        for step, episodic_return, episodic_length in sorted(episodes, key=lambda episode: episode[0]):
+        for name in {name for *_, numbers in episodes for name in numbers}:
+            scalars[f"info/{name}"] = np.mean([numbers[name] for *_, numbers in episodes if name in numbers])
+        for step, episodic_return, episodic_length, _ in sorted(episodes, key=lambda episode: episode[0]):
             self.episodes_file.write(f"{step},{episodic_return:.6g},{episodic_length},{now - self.start_time:.2f}\n")
             self.writer.add_scalar("charts/episodic_return", episodic_return, step)
             self.writer.add_scalar("charts/episodic_length", episodic_length, step)
@@ -833,7 +866,8 @@ def load_checkpoint(run_dir):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
         args, state = Args(**checkpoint["args"]), checkpoint["agent"]
-        agent = Agent(state["obs_rms.mean"].shape, state["action_sizes"], state["action_start"], args)
+        action = {name.removeprefix("action_"): x for name, x in state.items() if name.startswith("action_")}
+        agent = Agent(state["obs_rms.mean"].shape, action, args)
         agent.load_state_dict(state)
         rest = {key: checkpoint[key] for key in ("optimizer", "global_step", "seconds")}
     except Exception as error:  # a damaged file can raise anything
@@ -859,14 +893,14 @@ def restore(run_dir, agent, optimizer):
     return checkpoint["global_step"], checkpoint["seconds"]
 
 
-def make_evaluation_env(env_id, draw, sticky_actions):
+def make_evaluation_env(env_id, env_kwargs, draw):
     """One environment, which sees an ALE game as ale-py's vector of games does, by gymnasium's wrappers."""
-    options = {"render_mode": "rgb_array"} if draw else {}
+    options = json.loads(env_kwargs) | ({"render_mode": "rgb_array"} if draw else {})
     if is_atari(env_id):
         import ale_py
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-        options |= {"frameskip": 1, "repeat_action_probability": 0.25 if sticky_actions else 0.0}
+        options = {"frameskip": 1, "repeat_action_probability": 0.0} | options
         env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
         return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
     env = VectorMember(gym.make(env_id, **options))
@@ -876,7 +910,7 @@ def make_evaluation_env(env_id, draw, sticky_actions):
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
     """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
     video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = make_evaluation_env(env_id, video_of is not None, agent.args.sticky_actions)
+    env = make_evaluation_env(env_id, agent.args.env_kwargs, video_of is not None)
     if video_of:
         env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
@@ -905,6 +939,7 @@ def main():
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     args = parse_args()
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
         checkpoint, env_id = load_checkpoint(args.evaluate or args.resume), args.env_id
@@ -912,6 +947,7 @@ def main():
         if ":" in args.env_id and args.env_id != env_id:  # importing a module runs its code
             fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
     if args.evaluate:
+        checkpoint["agent"].args = args  # for --env-kwargs
         options = args.eval_episodes, args.seed, args.eval_deterministic, args.evaluate if args.capture_video else None
         returns = evaluate(checkpoint["agent"], args.env_id, *options)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))

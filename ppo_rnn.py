@@ -6,7 +6,7 @@
 #     "filelock>=3.13,<5", "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
 # ]
 # ///
-"""Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for Discrete, MultiDiscrete and Box actions, in one file.
+"""Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for discrete and Box actions, in one file.
 
     python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
     python ppo_rnn.py --resume runs/NAME                 # go on after Ctrl-C, a kill or a crash
@@ -69,7 +69,7 @@ import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 
 @dataclasses.dataclass
@@ -81,9 +81,9 @@ class Args:  # the comments are what --help prints
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
-    checkpoint_interval: int = 10  # iterations between checkpoints; the last iteration is always saved
-    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
+    checkpoint_interval: int = 10  # iterations between checkpoints; the first and the last are always saved
+    resume: str | None = None  # run folder to continue, or latest; its arguments apply, except those given again
+    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or ten times an episode during training, to RUN_DIR/videos
@@ -91,7 +91,8 @@ class Args:  # the comments are what --help prints
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
-    env_id: str = "CartPole-v1"  # a gymnasium id with Discrete, MultiDiscrete or Box actions
+    env_id: str = "CartPole-v1"  # a gymnasium id with discrete or Box actions
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
     stagger_envs: bool = False  # shorten the first episodes, each by another amount; these are not logged
@@ -103,12 +104,9 @@ class Args:  # the comments are what --help prints
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
     hidden_size: int = 128  # units of the memory (H)
     separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
-    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, moved inside the bounds below
-    anneal_std: bool = False  # Box: scale the learned standard deviation by sin(pi/2 * share of the run that is left)
-    state_dependent_std: bool = False  # Box: log_std from the policy network; off: one learned value per dimension
-    log_std_min: float | None = None  # Box: lower bound on the learned log_std, before --anneal-std; None: no bound
-    log_std_max: float | None = None  # Box: upper bound for a range of +-1; a range of +-3 adds log(3); None: no bound
+    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, one for each dimension
     # --- PPO
+    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the tanh layers of actor and of critic (Schulman et al. 2017)
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
@@ -165,10 +163,12 @@ def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the va
     return layer
 
 
-def mlp(input_size, output_size, gain):
-    # Two tanh layers of 64, as in Schulman et al. (2017).
-    hidden = [layer_init(nn.Linear(input_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_size), gain))
+def mlp(input_size, hidden_sizes, output_size, gain):
+    layers = []
+    for size in hidden_sizes:
+        layers += [layer_init(nn.Linear(input_size, size)), nn.Tanh()]
+        input_size = size
+    return nn.Sequential(*layers, layer_init(nn.Linear(input_size, output_size), gain))
 
 
 class NatureCNN(nn.Module):
@@ -255,10 +255,9 @@ class Agent(nn.Module):
         self.is_discrete = "sizes" in action
         self.action_shape = (self.action_sizes if self.is_discrete else self.action_low).shape
         self.sizes = self.action_sizes.flatten().tolist() if self.is_discrete else []  # of the K dimensions
-        outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel() * (1 + args.state_dependent_std)
+        outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel()
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
-        self.register_buffer("log_std_shift", torch.zeros(1))  # log of --anneal-std's factor
         self.sees_images = len(obs_shape) == 3
         self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
         input_size = 512 if self.sees_images else obs_shape[0]
@@ -269,9 +268,9 @@ class Agent(nn.Module):
             self.critic = layer_init(nn.Linear(args.hidden_size, 1), gain=1.0)
             self.actor = layer_init(nn.Linear(args.hidden_size, outputs), gain=0.01)
         else:
-            self.critic = mlp(args.hidden_size, 1, gain=1.0)
-            self.actor = mlp(args.hidden_size, outputs, gain=0.01)
-        if not self.is_discrete and not args.state_dependent_std:
+            self.critic = mlp(args.hidden_size, args.hidden_sizes, 1, gain=1.0)
+            self.actor = mlp(args.hidden_size, args.hidden_sizes, outputs, gain=0.01)
+        if not self.is_discrete:
             self.log_std = nn.Parameter(torch.full((outputs,), float(args.log_std_init)))
 
     def normalize_obs(self, raw_obs):
@@ -303,43 +302,16 @@ class Agent(nn.Module):
         """(..., F) -> (...)"""
         return self.critic(features.chunk(len(self.memories), -1)[-1]).squeeze(-1)
 
+    def get_logits_or_mean(self, features):
+        """(..., F) -> (..., A): logits of discrete actions, the mean of Box actions"""
+        return self.actor(features.chunk(len(self.memories), -1)[0])
+
     def get_log_probs(self, features, action_mask=None):
         """Discrete: (..., F), action_mask (..., A) bool or None -> a list of K log-probabilities (..., size)"""
-        logits = self.actor(features.chunk(len(self.memories), -1)[0])
+        logits = self.get_logits_or_mean(features)
         if action_mask is not None:  # not -inf: exp is 0 all the same, but in the entropy 0 * -inf would be NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
-
-    def get_mean_and_log_std(self, features):
-        """Box: (..., F) -> mean (..., A), log_std (..., A)"""
-        mean = self.actor(features.chunk(len(self.memories), -1)[0])
-        if self.args.state_dependent_std:
-            mean, log_std = mean.chunk(2, dim=-1)
-            log_std = log_std + self.args.log_std_init
-            # Straight-through: a clamp has no gradient outside its bounds, and log_std would never come back.
-            log_std = log_std + (self.clamp_log_std(log_std) - log_std).detach()
-        else:
-            log_std = self.clamp_log_std(self.log_std).expand_as(mean)
-        return mean, log_std + self.log_std_shift
-
-    def clamp_log_std(self, log_std):
-        """The learned log_std (..., A) between --log-std-min and --log-std-max. The upper bound grows with the largest
-        |action| above 1: noise that is large for a range of 1 is small for a range of 3."""
-        if self.args.log_std_min is not None:
-            log_std = log_std.clamp(min=self.args.log_std_min)
-        if self.args.log_std_max is not None:
-            reach = torch.max(self.action_high, -self.action_low).clamp(min=1.0).flatten()
-            reach = reach.where(reach < 1e30, 1.0)  # unbounded: infinity, or the largest float
-            log_std = log_std.clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
-        return log_std
-
-    @torch.no_grad()
-    def anneal_std(self, remaining):
-        """--anneal-std scales the standard deviation by sin(pi/2 * remaining): 1 at the start, near 0 at the end.
-        Its log is added to the bounded log_std. This also moves the learned log_std back inside its bounds."""
-        self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
-        if hasattr(self, "log_std"):  # outside its bounds its gradient is 0
-            self.log_std.copy_(self.clamp_log_std(self.log_std))
 
     def get_action_and_value(self, features, action=None, action_mask=None):
         """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).
@@ -352,7 +324,8 @@ class Agent(nn.Module):
             log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
             entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)
         else:
-            mean, log_std = self.get_mean_and_log_std(features)
+            mean = self.get_logits_or_mean(features)
+            log_std = self.log_std.expand_as(mean)
             if action is None:
                 action = mean + log_std.exp() * torch.randn_like(mean)
             z = (action - mean) / log_std.exp()
@@ -385,7 +358,7 @@ class Agent(nn.Module):
         elif self.is_discrete:
             action = torch.stack([x.argmax(-1) for x in self.get_log_probs(features, action_mask)], -1)
         else:
-            action = self.get_mean_and_log_std(features)[0]
+            action = self.get_logits_or_mean(features)
         # [()]: a number for Discrete, not an array of shape ().
         return self.to_env_action(action).reshape(batch + self.action_shape).cpu().numpy()[()], state
 
@@ -629,7 +602,6 @@ def train(args, stop_signals=()):
         if args.desired_kl is None:
             lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
         clip_scale.fill_(remaining if args.anneal_clip else 1.0)
-        agent.anneal_std(remaining)
 
         # ---------------------------------------------------------------------------------------------------- rollout
         episodes, all_raw_obs, raw_final_obs, first_state = [], [], [], state
@@ -653,7 +625,8 @@ def train(args, stop_signals=()):
             episode_lengths += 1
             for n in np.flatnonzero(terminated | truncated):
                 if not shortened[n]:
-                    episodes.append((global_step, episode_returns[n], episode_lengths[n]))
+                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # VectorMember's
+                    episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
@@ -705,7 +678,7 @@ def train(args, stop_signals=()):
         scalars["charts/learning_rate"] = lr
         run.log(global_step, gather_from_ranks(episodes), scalars)
         stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
+        if iteration % args.checkpoint_interval == 0 or iteration in (1, num_iterations) or stopped:
             run.save(agent, optimizer)
         if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
             evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, run.dir, f"step-{global_step}")
@@ -736,7 +709,16 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
+    args = tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
+    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
+    return args
+
+
+def find_run(name, runs_dir):
+    """The run folder that --resume and --evaluate name: its path, a file in it, or latest."""
+    if name == "latest":
+        name = max(Path(runs_dir).glob("*/checkpoint.pt"), key=os.path.getmtime, default="latest")
+    return str(Path(name).parent if Path(name).suffix == ".pt" else name)
 
 
 def check_args(args, num_ranks=1):
@@ -752,14 +734,19 @@ def check_args(args, num_ranks=1):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
-    if (size := args.num_envs // num_ranks) % args.num_minibatches:
+    size, what = args.num_envs // num_ranks, "num_envs ="
+    if size % args.num_minibatches:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {size}, as {nearest} do")
+        nearest = sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3]
+        if args.num_minibatches != Args.num_minibatches:
+            fail(f"--num-minibatches {args.num_minibatches} must divide {what} {size}, as {sorted(nearest)} do")
+        args.num_minibatches = nearest[0]
+        print(f"--num-minibatches {nearest[0]}, because the default does not divide {what} {size}", file=sys.stderr)
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator."""
+    """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator. The
+    numbers in the last info of an episode are kept, for the metrics info/NAME."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:  # for environments that draw from the global generators
@@ -770,9 +757,12 @@ class VectorMember(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:  # a copy: the environment may begin the next episode in the same array
-            obs = copy.deepcopy(obs)
-        return obs, reward, terminated, truncated, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+        mask = {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+        if not (terminated or truncated):
+            return obs, reward, terminated, truncated, mask
+        numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
+        # A copy: the environment may begin the next episode in the same array. A list: gymnasium does not merge it.
+        return copy.deepcopy(obs), reward, terminated, truncated, mask | {"numbers": [numbers]}
 
 
 def is_image(space):
@@ -788,8 +778,10 @@ def make_envs(args, num_envs):
     observation of the next one, and the final observation in infos["final_obs"]."""
     # Forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
-    make = partial(gym.make_vec, args.env_id, num_envs, "async" if args.async_envs else "sync", vector_kwargs=options)
+    mode = "async" if args.async_envs else "sync"
     try:
+        kwargs = json.loads(args.env_kwargs)
+        make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
         envs = make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
@@ -798,10 +790,10 @@ def make_envs(args, num_envs):
             envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    action_space, discrete = envs.single_action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)
-    is_real = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
-    if not is_real and not isinstance(action_space, discrete):
-        fail(f"{args.env_id} has actions {action_space}: Discrete, MultiDiscrete or a Box of floats is needed")
+    actions, discrete = envs.single_action_space, ("Discrete", "MultiDiscrete", "MultiBinary")
+    is_real = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
+    if not is_real and type(actions).__name__ not in discrete:
+        fail(f"{args.env_id} has actions {actions}: {', '.join(discrete)} or a Box of floats is needed")
     return envs
 
 
@@ -809,6 +801,8 @@ def describe_actions(space):
     """What the agent must know of an action space: {"sizes", "start"} or, for a Box, {"low", "high"}, shaped like it"""
     if isinstance(space, gym.spaces.Box):
         return {"low": space.low, "high": space.high}
+    if isinstance(space, gym.spaces.MultiBinary):  # two choices in each dimension
+        return {"sizes": np.full(space.shape, 2), "start": np.zeros(space.shape, space.dtype)}
     return {"sizes": space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, "start": space.start}
 
 
@@ -912,7 +906,7 @@ class Run:
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
         self.total_steps = num_iterations * args.num_steps * args.num_envs
-        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
+        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {num_iterations} iterations, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
@@ -936,9 +930,11 @@ class Run:
         self.bar.set_postfix_str("compiling" if args.compile else "")
 
     def log(self, global_step, episodes, scalars):
-        """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
+        """episodes: (global_step, return, length, numbers of its last info); scalars: {name: number or tensor ()}"""
         now, text = time.time(), "no episode has ended yet"
-        for step, episodic_return, episodic_length in sorted(episodes, key=lambda episode: episode[0]):
+        for name in {name for *_, numbers in episodes for name in numbers}:
+            scalars[f"info/{name}"] = np.mean([numbers[name] for *_, numbers in episodes if name in numbers])
+        for step, episodic_return, episodic_length, _ in sorted(episodes, key=lambda episode: episode[0]):
             self.episodes_file.write(f"{step},{episodic_return:.6g},{episodic_length},{now - self.start_time:.2f}\n")
             self.writer.add_scalar("charts/episodic_return", episodic_return, step)
             self.writer.add_scalar("charts/episodic_length", episodic_length, step)
@@ -1015,12 +1011,16 @@ def restore(run_dir, agent, optimizer):
     return checkpoint["global_step"], checkpoint["seconds"]
 
 
+def make_evaluation_env(env_id, env_kwargs, draw):
+    options = json.loads(env_kwargs) | ({"render_mode": "rgb_array"} if draw else {})
+    env = VectorMember(gym.make(env_id, **options))
+    return env if is_image(env.observation_space) else gym.wrappers.FlattenObservation(env)
+
+
 def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
     """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
     video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = VectorMember(gym.make(env_id, **({"render_mode": "rgb_array"} if video_of else {})))
-    if not is_image(env.observation_space):
-        env = gym.wrappers.FlattenObservation(env)
+    env = make_evaluation_env(env_id, agent.args.env_kwargs, video_of is not None)
     if video_of:
         env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
@@ -1049,6 +1049,7 @@ def main():
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     args = parse_args()
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
         checkpoint, env_id = load_checkpoint(args.evaluate or args.resume), args.env_id
@@ -1056,6 +1057,7 @@ def main():
         if ":" in args.env_id and args.env_id != env_id:  # importing a module runs its code
             fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
     if args.evaluate:
+        checkpoint["agent"].args = args  # for --env-kwargs
         options = args.eval_episodes, args.seed, args.eval_deterministic, args.evaluate if args.capture_video else None
         returns = evaluate(checkpoint["agent"], args.env_id, *options)
         print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))

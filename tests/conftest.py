@@ -31,6 +31,11 @@ SMALL = {
 }
 ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_rnn.py has the other kind
 REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v4"}
+NO_BOUNDS = {
+    "ppo_continuous": {"log_std_min": None, "log_std_max": None},
+    "ppo_discrete": {},
+    "ppo_rnn": {},
+}  # of noise
 MASKS = {"ppo_continuous": [], "ppo_discrete": [None], "ppo_rnn": [None]}  # what ppo_loss takes behind the returns
 
 
@@ -80,7 +85,7 @@ def make_agent(script, obs_size=3, action_size=3, **args):
         high = np.ones(action_size, np.float32)
         return script.Agent((obs_size,), -high, high, script.Args(**args))
     sizes = np.full(action_size, 2) if isinstance(action_size, int) else np.array(action_size)
-    return script.Agent((obs_size,), sizes, np.zeros_like(sizes), script.Args(**args))
+    return script.Agent((obs_size,), {"sizes": sizes, "start": np.zeros_like(sizes)}, script.Args(**args))
 
 
 def without_memory(script, args, monkeypatch):

@@ -7,31 +7,27 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import act, golden, make_agent, probe, without_memory
+from conftest import NO_BOUNDS, act, golden, make_agent, probe, without_memory
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 
 
-@pytest.mark.parametrize("case", ["gaussian", "gaussian_log_std_clamp", "gaussian_state_dependent"])
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize(
+    "script, case",
+    [("ppo_continuous", "gaussian"), ("ppo_continuous", "gaussian_log_std_clamp"), ("ppo_rnn", "gaussian")],
+    indirect=["script"],
+)
 def test_gaussian(script, case):
     """log_prob and entropy of given means and log_stds, which the network is made to put out."""
     inputs, expected = golden(case)
-    state_dependent = case == "gaussian_state_dependent"
-    bounds = {name: inputs.get(name) for name in ("log_std_min", "log_std_max")}
+    bounds = {name: inputs.get(name) for name in ("log_std_min", "log_std_max")} if case != "gaussian" else {}
     mean, log_std = inputs["mean"], inputs["log_std"]
     agent = make_agent(
-        script, action_size=mean.shape[-1], state_dependent_std=state_dependent, log_std_init=0.0, **bounds
-    )
-    agent.double()
-    if state_dependent:
-        agent.actor = torch.nn.Identity()
-        outputs = torch.cat([mean, log_std], -1)
-    else:
-        agent.actor = torch.nn.Identity()
-        outputs = mean
-        agent.log_std.data = log_std.clone()
-    agent.critic = torch.nn.Linear(outputs.shape[-1], 1).double()
-    _, log_prob, entropy, value = agent.get_action_and_value(outputs, inputs["action"])
+        script, action_size=mean.shape[-1], log_std_init=0.0, **NO_BOUNDS[script.__name__] | bounds
+    ).double()
+    agent.actor = torch.nn.Identity()
+    agent.log_std.data = log_std.clone()
+    agent.critic = torch.nn.Linear(mean.shape[-1], 1).double()
+    _, log_prob, entropy, value = agent.get_action_and_value(mean, inputs["action"])
     torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
     torch.testing.assert_close(
         entropy, torch.as_tensor(expected["entropy"], dtype=torch.float64).expand(len(mean)), atol=1e-9, rtol=0
@@ -42,8 +38,12 @@ def test_gaussian(script, case):
         torch.testing.assert_close(agent.log_std.grad, expected["dentropy_dlog_std"], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("args", [{}, {"state_dependent_std": True}, {"log_std_max": -1.0}, {"log_std_min": 0.3}])
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize(
+    "script, args",
+    [("ppo_continuous", {}), ("ppo_continuous", {"log_std_max": -1.0}), ("ppo_continuous", {"log_std_min": 0.3})]
+    + [("ppo_rnn", {})],
+    indirect=["script"],
+)
 def test_samples_follow_the_stated_distribution(script, args):
     """torch.distributions as the oracle: the samples' mean and deviation, and their log-probability."""
     torch.manual_seed(0)
@@ -52,7 +52,10 @@ def test_samples_follow_the_stated_distribution(script, args):
         torch.nn.init.normal_(layer.weight, std=0.5)
     obs = torch.randn(1, 3).expand(200_000, 3)
     with torch.no_grad():
-        mean, log_std = agent.get_mean_and_log_std(obs)
+        if script.__name__ == "ppo_rnn":
+            mean, log_std = agent.get_logits_or_mean(obs), agent.log_std.expand_as(obs)
+        else:
+            mean, log_std = agent.get_mean_and_log_std(obs)
         action, log_prob, entropy, _ = agent.get_action_and_value(obs)
         again = agent.get_action_and_value(obs, action)
     normal = torch.distributions.Normal(mean, log_std.exp())
@@ -76,10 +79,6 @@ def test_initialisation(script):
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_initial_log_std(script):
     assert (make_agent(script).log_std == script.Args().log_std_init).all()
-    wide = make_agent(script, state_dependent_std=True, log_std_init=-1.5)
-    torch.testing.assert_close(
-        wide.get_mean_and_log_std(torch.randn(2, 3))[1], torch.full((2, 3), -1.5), atol=0.1, rtol=0
-    )
 
 
 def test_running_statistics(script):
@@ -202,7 +201,7 @@ def test_reward_normalisation_of_sb3(script, rollout):
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_stored_actions_are_not_clipped(script, small_args, minibatches):
     """The probe refuses an action outside its bounds; what the update sees reaches beyond them."""
-    script.train(small_args(log_std_init=0.5, log_std_max=None))
+    script.train(small_args(log_std_init=0.5, **NO_BOUNDS[script.__name__]))
     assert torch.cat([minibatch[4] for minibatch in minibatches]).abs().max() > 1.5
 
 

@@ -3,7 +3,10 @@
 import dataclasses
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium as gym
@@ -11,7 +14,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, flags_of, probe, run
+from conftest import ROOT, SCRIPTS, SMALL, TESTS, flags_of, probe, run, scalars
 
 SWITCHES = [
     ("--anneal-lr", True),
@@ -211,7 +214,7 @@ def test_resume_with_other_arguments(script, run_dir, monkeypatch):
     saved = script.load_checkpoint(run_dir)
     changes = {"resume": str(run_dir), "total_timesteps": 512, "gamma": 0.5, "num_envs": 8, "norm_obs": False}
     assert saved["args"] == dataclasses.replace(before, **changes) and saved["global_step"] == 512
-    assert json.loads((run_dir / "args.json").read_text()) == vars(saved["args"])
+    assert json.loads((run_dir / "args.json").read_text()) == json.loads(json.dumps(vars(saved["args"])))
 
 
 def test_evaluate_with_other_arguments(script, run_dir, monkeypatch, capsys):
@@ -234,6 +237,127 @@ def test_evaluate_with_other_arguments(script, run_dir, monkeypatch, capsys):
     assert first != evaluate("--no-eval-deterministic") == expected(saved.env_id, saved.seed, False)
     assert first != evaluate(f"--env-id={probe(script, 'Shifted')}", "--gamma=0.5", "--num-envs=1")
     assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
+
+
+def test_latest(script, small_args, monkeypatch, capsys):
+    """--resume latest and --evaluate latest mean the newest checkpoint in --runs-dir; a file in the folder will do."""
+    args = small_args()
+    folders = [script.train(dataclasses.replace(args, seed=seed))[1] for seed in (1, 2)]
+    for flags in (["--evaluate=latest", "--eval-episodes=1"], ["--resume", "latest", "--total-timesteps=512"]):
+        monkeypatch.setattr("sys.argv", [script.__name__, *flags, f"--runs-dir={args.runs_dir}"])
+        script.main()
+    steps = [script.load_checkpoint(folder)["global_step"] for folder in folders]
+    assert steps == [256, 512]
+    monkeypatch.setattr("sys.argv", [script.__name__, f"--evaluate={folders[0]}/checkpoint.pt", "--eval-episodes=3"])
+    script.main()
+    assert len(re.findall(r"returns: .*", capsys.readouterr().out)[-1].split()) == 4
+    finished = call_main(script, ["--resume=latest", "--runs-dir=nowhere"], monkeypatch, capsys)
+    assert_one_line(finished, "latest/checkpoint.pt is missing")
+
+
+def test_number_of_environments_alone(script, tmp_path, monkeypatch, capsys):
+    """--num-envs that the default --num-minibatches does not divide takes the nearest number that does, and says so."""
+    default = script.Args.num_minibatches
+    num_envs = default + 1 if script.__name__ == "ppo_rnn" else 7
+    args = script.Args(num_envs=num_envs, num_steps=3)
+    script.check_args(args)
+    size = num_envs if script.__name__ == "ppo_rnn" else num_envs * 3
+    assert size % args.num_minibatches == 0 and args.num_minibatches != default
+    assert abs(args.num_minibatches - default) == min(abs(d - default) for d in range(1, size + 1) if size % d == 0)
+    assert f"--num-minibatches {args.num_minibatches}, because the default" in capsys.readouterr().err
+
+
+class Adjustable(probes.Target):
+    """Rewards of `bonus` more; its infos say how the episode went."""
+
+    def __init__(self, discrete, bonus=0):
+        super().__init__(discrete)
+        self.bonus = bonus
+
+    def step(self, action):
+        obs, reward, *rest, _ = super().step(action)
+        return obs, reward + self.bonus, *rest, {"is_success": True, "bonus": np.float32(self.bonus), "name": "x"}
+
+
+for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/Adjustable-v0", Adjustable, kwargs={"discrete": discrete})
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_env_kwargs_and_info_metrics(script, small_args, monkeypatch, capsys, async_envs):
+    """--env-kwargs reach the environments of training and of evaluation. Numbers in the last info of an episode are
+    logged as info/NAME, nothing else of it is."""
+    args = small_args(env_id=probe(script, "Adjustable"), env_kwargs='{"bonus": 100}', async_envs=async_envs)
+    _, run_dir = script.train(args)
+    logged = scalars(run_dir)
+    assert {name for name in logged if name.startswith("info/")} == {"info/is_success", "info/bonus"}
+    assert {value for _, value in logged["info/bonus"]} == {100.0}
+    assert all(value > 50 for _, value in logged["charts/episodic_return"])
+    means = []
+    for kwargs in ([], ['--env-kwargs={"bonus": 1000}']):
+        monkeypatch.setattr("sys.argv", [script.__name__, f"--evaluate={run_dir}", *kwargs])
+        script.main()
+        means.append(float(re.findall(r"mean (\S+),", capsys.readouterr().out)[-1]))
+    assert 50 < means[0] < 150 and means[1] - means[0] == pytest.approx(900, abs=1)
+    if not async_envs:
+        for text, message in (("{", "Expecting property name"), ('{"no_such": 1}', "no_such")):
+            flags = [f"--env-id={args.env_id}", f"--env-kwargs={text}", "--num-envs=4"]
+            assert_one_line(call_main(script, flags, monkeypatch, capsys), message)
+
+
+def test_module_in_the_current_folder(script, tmp_path):
+    """--env-id my_module:Mine-v0 works from the folder of my_module, wherever the script lies."""
+    kwargs = {"discrete": script.__name__ == "ppo_discrete"}
+    lines = ["import gymnasium, probes", f"gymnasium.register('Mine-v0', probes.Target, kwargs={kwargs})"]
+    (tmp_path / "my_module.py").write_text("\n".join(lines))
+    command = [sys.executable, ROOT / f"{script.__name__}.py", "--env-id=my_module:Mine-v0", *flags_of(**SMALL)]
+    finished = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TESTS)}, capture_output=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_hidden_sizes(script, small_args, monkeypatch):
+    """Actor and critic get these layers; a checkpoint remembers them."""
+    assert script.parse_args(["--hidden-sizes", "32", "16", "8"]).hidden_sizes == (32, 16, 8)
+    _, run_dir = script.train(small_args(hidden_sizes=(32, 16, 8)))
+    agent = script.load_agent(run_dir)
+    for network in (agent.actor, agent.critic):
+        assert [layer.out_features for layer in network[::2]][:3] == [32, 16, 8]
+
+
+class Switches(gym.Env):
+    """Three switches (MultiBinary). The return of the only step is the number of those that are as observed."""
+
+    observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
+    action_space = gym.spaces.MultiBinary(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.wanted = self.np_random.integers(0, 2, 3)
+        return self.wanted.astype(np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.wanted.astype(np.float32), float((action == self.wanted).sum()), True, False, {}
+
+
+gym.register("Switches-v0", Switches)
+
+
+@pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
+def test_multibinary_actions(script, small_args):
+    """Each switch is a choice of two; it is learned, and the trained agent acts."""
+    sizes = {"num_envs": 16, "num_steps": 16, "update_epochs": 10, "total_timesteps": 256 * 8}
+    _, run_dir = script.train(small_args(env_id="Switches-v0", learning_rate=5e-3, anneal_lr=False, **sizes))
+    assert script.evaluate(script.load_agent(run_dir), "Switches-v0", 50, 0).mean() > 2.2
+
+
+def test_first_iteration_is_saved(script, small_args, monkeypatch):
+    """A run that is killed early can go on: the first iteration leaves a checkpoint."""
+    saved = []
+    original = script.Run.save
+    monkeypatch.setattr(script.Run, "save", lambda run, *rest: saved.append(run.global_step) or original(run, *rest))
+    script.train(small_args(total_timesteps=64 * 5, checkpoint_interval=100))
+    assert saved == [64, 320]
 
 
 class Shifted(probes.Target):

@@ -20,7 +20,7 @@ def args(tmp_path):
 
 def policy(sizes):
     """An agent whose observations are its logits."""
-    agent = script.Agent((int(sum(sizes)),), np.array(sizes), np.zeros_like(sizes), script.Args())
+    agent = script.Agent((int(sum(sizes)),), {"sizes": np.array(sizes), "start": np.zeros_like(sizes)}, script.Args())
     agent.actor, agent.critic = nn.Identity(), nn.Linear(int(sum(sizes)), 1)
     return agent
 
@@ -61,7 +61,7 @@ def test_predict_takes_masks_as_environments_give_them(sizes):
 def test_actions_of_unsigned_types():
     """torch cannot add them; the environment gets what its space says."""
     space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint16, start=[1, 5])
-    agent = script.Agent((3,), space.nvec, space.start, script.Args())
+    agent = script.Agent((3,), script.describe_actions(space), script.Args())
     actions = [agent.predict(raw_obs, deterministic=False) for raw_obs in np.random.default_rng(0).normal(size=(50, 3))]
     assert all(space.contains(action) for action in actions) and len({tuple(action) for action in actions}) == 6
 
@@ -492,12 +492,13 @@ def test_evaluation_launches_the_ball(monkeypatch):
 
 @pytest.mark.parametrize("sticky", [False, True])
 def test_protocol_of_the_games(game, sticky, monkeypatch):
-    """What ale-py is asked for, and that --sticky-actions reaches the games of training and evaluation."""
+    """What ale-py is asked for, and that --env-kwargs reach the games of training and evaluation."""
     make_vec, make, asked = gym.make_vec, gym.make, []
+    kwargs = {"env_kwargs": '{"repeat_action_probability": 0.25}'} if sticky else {}
     short = {"max_num_frames_per_episode": 200}  # an evaluation of 50 steps
     monkeypatch.setattr(gym, "make_vec", lambda *a, **k: (asked.append(k), make_vec(*a, **k))[1])
     monkeypatch.setattr(gym, "make", lambda *a, **k: (asked.append(k), make(*a, **k, **short))[1])
-    run_dir, _, _ = game("Freeway", total_timesteps=400, sticky_actions=sticky)
+    run_dir, _, _ = game("Freeway", total_timesteps=400, **kwargs)
     agent, shapes = script.load_agent(run_dir), []
     predict = agent.predict
     agent.predict = lambda obs, *rest: (shapes.append(obs.shape), predict(obs, *rest))[1]
@@ -511,7 +512,7 @@ def test_protocol_of_the_games(game, sticky, monkeypatch):
 
 def test_evaluation_sees_what_training_saw():
     """gymnasium's preprocessing of one game, frame by frame, against ale-py's of a vector: the same pictures."""
-    env = script.make_evaluation_env("ALE/Pong-v5", False, False)
+    env = script.make_evaluation_env("ALE/Pong-v5", "{}", False)
     envs = script.make_envs(script.Args(**script.ATARI | {"env_id": "ALE/Pong-v5"}), 1)
     # The no-ops at the start are random: look for a start with the same number of them.
     obs, infos = envs.reset(seed=np.array([1]))

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -69,16 +70,21 @@ def test_commands_have_the_flags_they_use(script):
     assert len(commands) >= 8
     for command in commands:
         if "--help" not in command:
-            script.parse_args(command.split())
+            script.parse_args(shlex.split(command))
 
 
 def test_commands_of_the_benchmark_parse(monkeypatch):
     """Those of run.py and tune.py in docs/ and their docstrings; what follows `--` is for the script."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    import report
     import run
     import tune
     import tyro
 
+    commands = re.findall(r"python benchmark/report\.py( [^\n#`]*)", PAGES + report.__doc__)
+    assert len(commands) >= 8
+    for command in commands:
+        tyro.cli(report.Args, args=command.split())
     for tool, fewest in ((run, 10), (tune, 4)):
         commands = re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)
         assert len(commands) >= fewest
@@ -121,7 +127,6 @@ MUJOCO |= {
     "log_std_min": None,
     "log_std_max": None,
     "anneal_std": False,
-    "state_dependent_std": False,
 }
 
 

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ACTIONS, MASKS, golden, make_agent, probe, scalars
+from conftest import ACTIONS, MASKS, NO_BOUNDS, golden, make_agent, probe, scalars
 
 EXACT = {"atol": 1e-9, "rtol": 0}
 
@@ -156,9 +156,9 @@ def test_gradient_and_metrics_of_sb3(script):
         device="cpu",
     )
     sb3.set_logger(Logger(None, []))
-    no_bound = {} if discrete else {"log_std_max": None}
+    no_bounds = NO_BOUNDS[script.__name__]
     # vf_coef: 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
-    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, kl_coef=0.0, **no_bound)
+    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, kl_coef=0.0, **no_bounds)
     networks = [(sb3.policy.mlp_extractor.policy_net, agent.actor[:4]), (sb3.policy.action_net, agent.actor[4])]
     networks += [(sb3.policy.mlp_extractor.value_net, agent.critic[:4]), (sb3.policy.value_net, agent.critic[4])]
     for theirs, ours in networks:
@@ -349,8 +349,8 @@ def test_permutations_and_annealing(script, small_args, monkeypatch):
     assert clip_scales == [1] * 12 + [0.75] * 12 + [0.5] * 12 + [0.25] * 12
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
-@pytest.mark.parametrize("learned", [{}, {"state_dependent_std": True}, {"log_std_min": -1.0, "log_std_max": None}])
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+@pytest.mark.parametrize("learned", [{}, {"log_std_min": -1.0, "log_std_max": None}])
 def test_anneal_std(script, small_args, minibatches, learned):
     """With nothing learned the actions spread as --log-std-init says in the first iteration, then along a quarter of a
     cosine, below the lower bound too; an evaluation that samples spreads like the last iteration."""
@@ -362,7 +362,6 @@ def test_anneal_std(script, small_args, minibatches, learned):
     agent = script.load_agent(run_dir)
     raw_obs = torch.zeros(4096, agent.obs_rms.mean.shape[0])
     sampled = agent.predict(raw_obs, deterministic=False)
-    sampled = sampled[0] if script.__name__ == "ppo_rnn" else sampled
     assert sampled.std() == pytest.approx(math.exp(-1) / 2, rel=0.06)
     assert agent.log_std_shift == pytest.approx(math.log(1 / 2))
     flags = {"resume": str(run_dir), "anneal_std": False, "total_timesteps": 4 * 2048}
@@ -370,7 +369,7 @@ def test_anneal_std(script, small_args, minibatches, learned):
     assert agent.log_std_shift == 0  # whole again, as the learning rate is with --no-anneal-lr
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_log_std_stays_where_it_has_a_gradient(script, small_args):
     """An entropy bonus drives what is learned over its bound; it is brought back, and comes down again without it."""
     flags = {"log_std_init": -1.0, "log_std_min": -1.5, "log_std_max": -1.0, "learning_rate": 0.02, "anneal_lr": False}
@@ -383,28 +382,14 @@ def test_log_std_stays_where_it_has_a_gradient(script, small_args):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
-@pytest.mark.parametrize("drift, bound", [(0.2, -0.5), (-2.0, -1.5)])
-def test_bounded_log_std_of_a_network_has_a_gradient(script, drift, bound):
-    """Outside its bounds a state-dependent log_std is what they say, and is still told where to go."""
-    flags = {"state_dependent_std": True, "log_std_init": -0.5, "log_std_min": -1.5, "log_std_max": -0.5}
-    agent = make_agent(script, **flags)
-    agent.actor[-1].bias.data[3:] += drift
-    obs = torch.randn(8, 3)
-    _, log_std = agent.get_mean_and_log_std(obs)
-    torch.testing.assert_close(log_std.detach(), torch.full((8, 3), bound))
-    agent.get_action_and_value(obs)[2].mean().backward()  # the entropy rises by one with every log_std
-    torch.testing.assert_close(agent.actor[-1].bias.grad, torch.tensor([0.0] * 3 + [1.0] * 3))
-
-
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_actions_of_double_precision(script):
     """float64 bounds leave the policy in float32: under torchrun its KL is averaged together with the gradient."""
-    agent = make_agent(script, log_std_max=0.0)
+    agent = make_agent(script)
     agent.action_low, agent.action_high = agent.action_low.double(), 2 * agent.action_high.double()
     assert {x.dtype for x in agent.get_action_and_value(torch.randn(8, 3))} == {torch.float32}
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_upper_bound_of_log_std_follows_the_reach_of_actions(script):
     """Up to the bound where actions end at 1 or before, further where they go further, up or down; nothing is known of
     infinity, or of the largest number, which some environments give in its place."""
@@ -429,7 +414,7 @@ def test_desired_kl_waits_for_the_first_step(script, small_args, monkeypatch):
     original, kls = script.adapt_learning_rate, []
     monkeypatch.setattr(script, "adapt_learning_rate", lambda *args: kls.append(float(args[1])) or original(*args))
     # One environment, for other products of matrices in acting than in learning; little noise, which enlarges rounding.
-    noise = {} if script.__name__ == "ppo_discrete" else {"log_std_init": -6.0, "log_std_min": None}
+    noise = {} if script.__name__ == "ppo_discrete" else {"log_std_init": -6.0} | NO_BOUNDS[script.__name__]
     epochs = {"num_minibatches": 1, "update_epochs": 4, "target_kl": None}
     script.train(small_args(num_envs=1, desired_kl=0.01, **epochs, **noise))
     assert len(kls) == 16 * 4 and not any(kls[::4]) and all(kls[1::4])

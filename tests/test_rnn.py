@@ -526,7 +526,7 @@ def test_predict_carries_the_state(kind, cell):
         if kind == "discrete":
             expected = torch.stack([x.argmax(-1) for x in agent.get_log_probs(features[t])], -1) + torch.tensor([0, 1])
         else:
-            expected = agent.get_mean_and_log_std(features[t])[0].clamp(-1, 1)
+            expected = agent.get_logits_or_mean(features[t]).clamp(-1, 1)
         np.testing.assert_allclose(action, expected.detach().numpy(), atol=1e-5)
         np.testing.assert_allclose(first, action[0], atol=1e-5)
     state[np.array([True, False])] = 0  # as README says, for environments whose episode has ended

@@ -64,7 +64,7 @@ import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 
 @dataclasses.dataclass
@@ -552,11 +552,10 @@ def train(args, stop_signals=()):
         scalars["charts/learning_rate"] = lr
         end_steps = global_step + args.num_envs * (logged_ends.nonzero()[:, 0] + 1)
         columns = end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long()
-        episodes = list(zip(*(x.tolist() for x in columns)))
+        episodes = [(*episode, {}) for episode in zip(*(x.tolist() for x in columns))]
         global_step += T * args.num_envs
         run.log(global_step, gather_from_ranks(episodes), scalars)
-        # Evenly spread, the last one after the last iteration.
-        if eval_envs and iteration * args.num_evaluations % num_iterations < args.num_evaluations:
+        if eval_envs and iteration * args.num_evaluations % num_iterations < args.num_evaluations:  # evenly spread
             log_evaluation(run, evaluate(agent, eval_envs, args.seed, args.eval_deterministic))
         stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
         if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
@@ -817,7 +816,7 @@ class Run:
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
         self.total_steps = num_iterations * args.num_steps * args.num_envs
-        self.say(f"{self.dir}: {num_iterations} iterations, {self.total_steps:,} steps in all, on {device}")
+        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {num_iterations} iterations, on {device}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
@@ -841,9 +840,11 @@ class Run:
         self.bar.set_postfix_str("compiling" if args.compile else "")
 
     def log(self, global_step, episodes, scalars):
-        """episodes: (global_step, return, length) of each that ended; scalars: {name: number or tensor ()}"""
+        """episodes: (global_step, return, length, numbers of its last info); scalars: {name: number or tensor ()}"""
         now, text = time.time(), "no episode has ended yet"
-        for step, episodic_return, episodic_length in sorted(episodes, key=lambda episode: episode[0]):
+        for name in {name for *_, numbers in episodes for name in numbers}:
+            scalars[f"info/{name}"] = np.mean([numbers[name] for *_, numbers in episodes if name in numbers])
+        for step, episodic_return, episodic_length, _ in sorted(episodes, key=lambda episode: episode[0]):
             self.episodes_file.write(f"{step},{episodic_return:.6g},{episodic_length},{now - self.start_time:.2f}\n")
             self.writer.add_scalar("charts/episodic_return", episodic_return, step)
             self.writer.add_scalar("charts/episodic_length", episodic_length, step)

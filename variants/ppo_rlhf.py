@@ -65,7 +65,7 @@ import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 try:
     import tokenizers
