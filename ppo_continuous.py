@@ -419,8 +419,12 @@ def train(args, stop_signals=()):
 
     run = Run(args, rank, num_iterations, global_step, seconds, device)
     next_obs, infos = envs.reset(seed=env_seeds)  # raw
-    # bool (N,): first episodes that end early; they are not logged
-    shortened = stagger_episodes(envs, rank, num_ranks) if args.stagger_envs else np.zeros(N, bool)
+    # --stagger-envs brings the time limits of the first episodes forward, each by another amount. Otherwise all would
+    # end together, and a batch would hold one phase of the episode.
+    elapsed_steps = (rank * N + np.arange(N)) * (envs.spec.max_episode_steps or 0) // args.num_envs * args.stagger_envs
+    if elapsed_steps.any():
+        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
+    shortened = elapsed_steps > 0  # bool (N,): first episodes that end early; they are not logged
 
     first_iteration = math.ceil(global_step / (T * args.num_envs)) + 1  # --resume may come with another batch size
     for iteration in range(first_iteration, num_iterations + 1):
@@ -555,14 +559,13 @@ def check_args(args, num_ranks=1):
         fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
-    size, what = batch_size // num_ranks, "a batch of"
-    if size % args.num_minibatches:
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest = sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3]
-        if args.num_minibatches != Args.num_minibatches:
-            fail(f"--num-minibatches {args.num_minibatches} must divide {what} {size}, as {sorted(nearest)} do")
+    size = batch_size // num_ranks
+    nearest = sorted((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - args.num_minibatches))
+    if size % args.num_minibatches and args.num_minibatches != Args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} must divide a batch of {size}, as {sorted(nearest[:3])} do")
+    if size % args.num_minibatches:  # the default
         args.num_minibatches = nearest[0]
-        print(f"--num-minibatches {nearest[0]}, because the default does not divide {what} {size}", file=sys.stderr)
+        print(f"--num-minibatches {nearest[0]}, because the default does not divide a batch of {size}", file=sys.stderr)
 
 
 class VectorMember(gym.Wrapper):
@@ -604,16 +607,6 @@ def make_envs(args, num_envs):
     if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
         fail(f"{args.env_id} has actions {action_space}: a Box of floats is needed (Discrete: use ppo_discrete.py)")
     return envs
-
-
-def stagger_episodes(envs, rank, num_ranks):
-    """After the first reset: shorten the time limit of the first episodes, each by another amount. Otherwise all would
-    end together, and a batch would hold one phase of the episode. -> bool (N,): which are shortened"""
-    i = rank * envs.num_envs + np.arange(envs.num_envs)
-    elapsed_steps = i * (envs.spec.max_episode_steps or 0) // (num_ranks * envs.num_envs)
-    if elapsed_steps.any():
-        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
-    return elapsed_steps > 0
 
 
 def start_device(args, is_large):
@@ -784,12 +777,12 @@ def restore(run_dir, agent, optimizer):
     """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
     checkpoint = load_checkpoint(run_dir)
     agent.load_state_dict(checkpoint["agent"].state_dict())
-    lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
-    saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    # The options stay those of this run: the checkpoint may be from another device.
+    group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
+    optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups[0]["lr"] = group["lr"]  # load_state_dict has put a copy there
     if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
-        lr.copy_(saved["lr"])
-    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put a copy of lr there
+        group["lr"].copy_(saved["lr"])
     return checkpoint["global_step"], checkpoint["seconds"]
 
 

@@ -933,12 +933,12 @@ def restore(run_dir, agent, optimizer):
     """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
     checkpoint = load_checkpoint(run_dir)
     agent.load_state_dict(checkpoint["agent"].state_dict())
-    lr, saved = optimizer.param_groups[0]["lr"], checkpoint["optimizer"]["param_groups"][0]
-    saved["capturable"] = lr.is_cuda  # the checkpoint may be from another device
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    # The options stay those of this run: the checkpoint may be from another device.
+    group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
+    optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups[0]["lr"] = group["lr"]  # load_state_dict has put a copy there
     if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
-        lr.copy_(saved["lr"])
-    optimizer.param_groups[0]["lr"] = lr  # load_state_dict has put a copy of lr there
+        group["lr"].copy_(saved["lr"])
     return checkpoint["global_step"], checkpoint["seconds"]
 
 
