@@ -2,7 +2,7 @@
 
     python benchmark/studies/recipes.py                   # all that have a case below, three seeds: hours on a CPU
     python benchmark/studies/recipes.py gsde dual_clip    # these; a run that has its row is not repeated
-    python benchmark/studies/recipes.py --write           # the Result lines of recipes/*.diff, and the table beside them
+    python benchmark/studies/recipes.py --write           # Result lines of recipes/*.diff, and their table
 
 Answer (results/recipes.csv): recipes/README.md has it, recipe by recipe. Three seeds show that a recipe learns, and
 large effects. They do not show small ones: seeds of one setting of HalfCheetah differ by 2,500.
