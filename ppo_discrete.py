@@ -52,6 +52,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -580,6 +581,7 @@ def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
     # One word a line, so that ^ and $ are its ends: --x=True becomes --x, --x=False --no-x, 1e6 and 1M 1000000.
     text = "\n".join(sys.argv[1:] if argv is None else argv)
+    text = re.sub(r"(?m)^--env(?=[=\n])", "--env-id", re.sub(r"(?m)^--lr(?=[=\n])", "--learning-rate", text))
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
@@ -676,6 +678,8 @@ def make_envs(args, num_envs):
         if not is_vector and not is_image(obs_space):  # flattening takes time
             envs.close()
             envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
+            if len(obs_space.shape or ()) == 3:
+                print(f"{args.env_id}: images are flattened, see docs/your-environment.md", file=sys.stderr)
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     actions, discrete = envs.single_action_space, ("Discrete", "MultiDiscrete", "MultiBinary")
@@ -781,7 +785,8 @@ class Run:
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
         self.total_steps = num_iterations * args.num_steps * args.num_envs
-        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {num_iterations} iterations, on {device}")
+        what = f"on {device}" if global_step < self.total_steps else "nothing left to do: raise --total-timesteps"
+        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {what}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
@@ -932,6 +937,7 @@ def main():
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     args = parse_args()
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again

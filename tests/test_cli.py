@@ -267,6 +267,52 @@ def test_number_of_environments_alone(script, tmp_path, monkeypatch, capsys):
     assert f"--num-minibatches {args.num_minibatches}, because the default" in capsys.readouterr().err
 
 
+def test_short_names(script):
+    """--env and --lr, as other projects call them; flags that begin alike stay as they are."""
+    args = script.parse_args(["--env", "Mine-v0", "--lr=1e-5", "--env-kwargs", "{}"])
+    assert (args.env_id, args.learning_rate, args.env_kwargs) == ("Mine-v0", 1e-5, "{}")
+
+
+def test_resume_of_a_finished_run(script, small_args, capsys):
+    _, run_dir = script.train(small_args())
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    script.train(dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir)))
+    assert "step 256 of 256, nothing left to do: raise --total-timesteps" in capsys.readouterr().out
+    assert before == (run_dir / "checkpoint.pt").read_bytes()
+
+
+def test_no_warning_of_an_old_version(tmp_path):
+    """HalfCheetah-v4 is the default, because results are published for it."""
+    finished = run("ppo_continuous", *flags_of(**SMALL | {"env_id": "HalfCheetah-v4", "runs_dir": str(tmp_path)}))
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+class Drawn(probes.Target):
+    """Its observations are images, which are too small for the CNN."""
+
+    def __init__(self, discrete):
+        super().__init__(discrete)
+        self.observation_space = gym.spaces.Box(0, 255, (4, 4, 3), np.uint8)
+
+    def reset(self, **options):
+        super().reset(**options)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        _, *rest = super().step(action)
+        return self.observation_space.sample(), *rest
+
+
+for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/Drawn-v0", Drawn, kwargs={"discrete": discrete})
+
+
+def test_images_that_are_flattened(script, small_args, capsys):
+    envs = script.make_envs(small_args(env_id=probe(script, "Drawn")), 2)
+    assert envs.single_observation_space.shape == (48,)
+    assert "images are flattened, see docs/your-environment.md" in capsys.readouterr().err
+
+
 class Adjustable(probes.Target):
     """Rewards of `bonus` more; its infos say how the episode went."""
 

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 from conftest import REAL_ENV, ROOT, SCRIPTS, SMALL, flags_of, scalars
 
 README = (ROOT / "README.md").read_text()
@@ -151,13 +153,26 @@ def test_snippet_acts(script, small_args, monkeypatch):
     """The Python block of docs/running.md, on a run of the test."""
     args = small_args()
     _, run_dir = script.train(args)
-    (block,) = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)
+    block = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)[0]
     for word, own in (("runs/NAME", run_dir), ("ppo_continuous", script.__name__), ("HalfCheetah-v4", args.env_id)):
         assert word in block
         block = block.replace(word, str(own))
     namespace = {}
     exec(block, namespace)
     assert isinstance(namespace["reward"], float)
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_snippet_exports(script, small_args, tmp_path, monkeypatch):
+    """The exported file gives the actions of the agent, for any number of observations."""
+    agent, run_dir = script.train(small_args(env_id="Hopper-v4"))
+    block = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    exec(block.replace("runs/NAME", str(run_dir)), {})
+    policy = torch.export.load("agent.pt2").module()
+    for rows in (1, 5):
+        raw_obs = 3 * torch.randn(rows, 11)
+        np.testing.assert_allclose(policy(raw_obs).numpy(), agent.predict(raw_obs.numpy()), atol=1e-6)
 
 
 def test_snippet_trains(tmp_path):

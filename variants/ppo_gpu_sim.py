@@ -32,9 +32,8 @@ Choices, where rsl_rl, Google (the PyTorch notebook of Brax), NVIDIA and this fi
 10. The critic may see more than the actor: observations {"policy": ..., "critic": ...}, as Isaac Lab gives them.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
-Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = columns of the batch, which are
-N * T / L unrolls or N * T steps, M = columns of a minibatch; D = size of the actor's observation, P = of the critic's,
-A = of the action.
+Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = columns of the batch (N * T / L
+unrolls or N * T steps), M = columns of a minibatch, D = observation of the actor, P = of the critic, A = action.
 Sibling: ../ppo_continuous.py. Functions that both have are the same text.
 """
 
@@ -816,7 +815,8 @@ class Run:
         except Timeout:
             fail(f"another process is training in {self.dir}: stop it first")
         self.total_steps = num_iterations * args.num_steps * args.num_envs
-        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {num_iterations} iterations, on {device}")
+        what = f"on {device}" if global_step < self.total_steps else "nothing left to do: raise --total-timesteps"
+        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {what}")
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
