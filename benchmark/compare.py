@@ -6,10 +6,11 @@ Prints the mean over seeds of the last 100 training episodes in both files, and 
 difference of the means. An interval that holds 0 shows no change.
 """
 
-import argparse
 import csv
 from collections import defaultdict
+from pathlib import Path
 
+import tyro
 from scipy.stats import ttest_ind
 
 
@@ -22,12 +23,8 @@ def read(path):
     return runs
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("before")
-    parser.add_argument("after")
-    args = parser.parse_args()
-    before, after = read(args.before), read(args.after)
+def main(before: Path, after: Path, /):
+    before, after = read(before), read(after)
     print(f"{'task':28} {'seeds':>9} {'before':>9} {'after':>9}   95% interval of the difference")
     for key in sorted(before.keys() & after.keys()):
         old, new = before[key], after[key]
@@ -37,4 +34,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__.split("\n")[0])

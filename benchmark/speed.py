@@ -24,8 +24,8 @@ nothing has been compiled yet, is measured once, and counted in the steps/s of a
 written to results/speed.csv, or speed-before.csv with --before. The machine should have nothing else to do.
 """
 
-import argparse
 import csv
+import dataclasses
 import os
 import resource
 import statistics
@@ -34,8 +34,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
+import tyro
 from report import RESULTS, ROOT
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
@@ -272,22 +274,26 @@ def measure(case, contestants, repeats, cpu_time=False):
     return rows
 
 
+@dataclasses.dataclass
+class Args:
+    cases: tyro.conf.Positional[tuple[Literal[tuple(make_cases())], ...]]  # what is timed
+    repeats: int = 3  # runs of every contestant
+    scale: float = 1.0  # of the numbers of steps; other than 1 nothing is written
+    cleanrl: Path | None = None  # a checkout of CleanRL, with its virtual environment in .venv
+    leanrl: Path | None = None  # a checkout of LeanRL, likewise
+    before: Path | None = None  # a checkout of an earlier commit: the only other contestant
+    cpu_time: bool = False  # with --before: CPU seconds, for a machine with other things to do
+
+
+def fail(message):
+    print(f"speed.py: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=make_cases())
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--scale", type=float, default=1, help="of the numbers of steps; other than 1 nothing is written"
-    )
-    parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
-    parser.add_argument("--leanrl", type=Path, help="a checkout of LeanRL, likewise")
-    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit: the only other contestant")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="with --before: CPU seconds, for a machine with other things to do"
-    )
-    args = parser.parse_args()
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.cpu_time and not args.before:
-        parser.error("--cpu-time goes with --before")
+        fail("--cpu-time goes with --before")
     checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
     path, cases = RESULTS / "speed.csv", make_cases(*checkouts)
     if args.before:
@@ -296,7 +302,7 @@ def main():
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     for row in rows:
         if args.scale == 1 and row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
-            parser.error(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
+            fail(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
     for case in args.cases:
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
         new = measure(case, scaled, args.repeats, args.cpu_time)

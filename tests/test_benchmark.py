@@ -338,7 +338,7 @@ def test_suite_stops_and_waits_for_orphans(tmp_path):
     done = start_suite(tmp_path, "--seeds=1", flags=flags).communicate(timeout=300)[0]
     assert "1 of 1 runs have finished" in done and run_dirs(tmp_path) == [run_dir]
     log = next((tmp_path / "logs").iterdir()).read_text()
-    assert log.count(" iterations, ") == 2  # the run that was stopped and the orphan, which each print this line once
+    assert log.count(", on cpu\n") == 2  # the run that was stopped and the orphan, which each print this line once
 
 
 def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):

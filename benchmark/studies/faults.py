@@ -12,7 +12,6 @@ A try prints its outcome and writes a row to results/faults.csv. It ends with st
 should be. The shorter faults are in tests/test_run.py, test_cli.py, test_faults.py and test_ranks.py.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import inspect
@@ -25,10 +24,12 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import torch
+import tyro
 from report import RESULTS, ROOT, VERSIONS, last_step, read_csv, write_rows
 from run import load_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -194,18 +195,22 @@ def memory(script, folder, steps=3_000_000):
     return 1, text + (f": GROWN by {grown:.0f} MB" if grown > 10 else "")
 
 
+@dataclasses.dataclass
+class Args:
+    fault: tyro.conf.Positional[Literal["kills", "flags", "memory"]]  # what is tried
+    script: Literal[tuple(ENV_IDS)] = "ppo_continuous"  # on which script
+    tries: int | None = None  # kills or command lines; fewer than the default are not kept
+    steps: int | None = None  # of the run whose memory is watched
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fault", choices=("kills", "flags", "memory"))
-    parser.add_argument("--script", choices=ENV_IDS, default="ppo_continuous")
-    parser.add_argument("--tries", type=int)
-    parser.add_argument("--steps", type=int)
-    args = parser.parse_args()
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
     os.environ["OMP_NUM_THREADS"] = "1"
     sizes = {name: getattr(args, name) for name in ("tries", "steps") if getattr(args, name) is not None}
     takes = inspect.signature(globals()[args.fault]).parameters
     if unknown := [name for name, size in sizes.items() if name not in takes or size < 1]:
-        parser.error(f"{args.fault} takes no --{unknown[0]} {sizes[unknown[0]]}")
+        print(f"{args.fault} takes no --{unknown[0]} {sizes[unknown[0]]}", file=sys.stderr)
+        raise SystemExit(2)
     with tempfile.TemporaryDirectory() as folder:
         tries, outcome = globals()[args.fault](args.script, Path(folder), **sizes)
     print(f"{args.fault}, {args.script}, {tries} tries: {outcome}")

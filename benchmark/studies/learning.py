@@ -11,17 +11,19 @@ repeated. The file has rows of "ppo_continuous before" and "ppo_discrete before"
 their speed (commit a7b3e2c) learned the same, to the last digit.
 """
 
-import argparse
+import dataclasses
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import numpy as np
 import report
+import tyro
 from report import RESULTS
 from speed import make_cases, one_thread, versions_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -45,6 +47,15 @@ def last_100_mean(command):
     return np.mean(returns[-100:])
 
 
+@dataclasses.dataclass
+class Args:
+    cases: tyro.conf.Positional[tuple[Literal[tuple(STEPS)], ...]] = tuple(STEPS)  # which ones
+    seeds: int = 5  # runs of each contestant
+    jobs: int = 2  # runs at a time, one thread each
+    steps: int | None = None  # of every run, for a try, which is not kept
+    cleanrl: Path | None = None  # a checkout of CleanRL, with its virtual environment in .venv
+
+
 def make_jobs(args):
     """(case, contestant, seed) -> command line"""
     jobs = {}
@@ -57,15 +68,7 @@ def make_jobs(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(STEPS), help=f"of {', '.join(STEPS)}; default: all")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--steps", type=int, help="of every run, for a try, which is not kept")
-    parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, with its virtual environment in .venv")
-    args = parser.parse_args()
-    if unknown := set(args.cases) - set(STEPS):
-        parser.error(f"no such case: {', '.join(unknown)}")
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
     args.cleanrl = args.cleanrl and args.cleanrl.absolute()
     path = RESULTS / "learning.csv"
     rows = [] if args.steps else report.read_csv(path)

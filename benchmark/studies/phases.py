@@ -25,18 +25,20 @@ other is the time of a compiled function of six arguments that adds 1 to the fir
 machine should have nothing else to do.
 """
 
-import argparse
+import dataclasses
 import importlib.util
 import itertools
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import report
 import torch
+import tyro
 from report import RESULTS, ROOT
 from speed import make_cases
 
@@ -160,16 +162,21 @@ def profile(command, module, folder):
     return phases, lines
 
 
+CASES = {case: all_of for case, all_of in make_cases().items() if not case.endswith("ranks")}
+
+
+@dataclasses.dataclass
+class Args:
+    cases: tyro.conf.Positional[tuple[Literal[tuple(CASES)], ...]]  # which ones
+    steps: int | None = None  # of environments, for a try, which is not kept
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = {case: all_of for case, all_of in make_cases().items() if not case.endswith("ranks")}
-    parser.add_argument("cases", nargs="+", choices=cases)
-    parser.add_argument("--steps", type=int, help="of environments, for a try, which is not kept")
-    args = parser.parse_args()
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
     path = RESULTS / "phases.csv"
     rows, columns = report.read_csv(path), {}
     for case in args.cases:
-        ((contestant, _, steps),) = (run for name, run in cases[case].items() if name.startswith("ppo_"))
+        ((contestant, _, steps),) = (run for name, run in CASES[case].items() if name.startswith("ppo_"))
         command = contestant(args.steps or steps)
         script = Path(command[1]).stem
         with tempfile.TemporaryDirectory() as folder:
