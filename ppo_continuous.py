@@ -422,8 +422,9 @@ def train(args, stop_signals=()):
     next_obs, infos = envs.reset(seed=env_seeds)  # raw
     # --stagger-envs brings the time limits of the first episodes forward, each by another amount. Otherwise all would
     # end together, and a batch would hold one phase of the episode.
-    elapsed_steps = (rank * N + np.arange(N)) * (envs.spec.max_episode_steps or 0) // args.num_envs * args.stagger_envs
-    if elapsed_steps.any():
+    elapsed_steps = np.zeros(N, dtype=int)
+    if args.stagger_envs and envs.spec.max_episode_steps:
+        elapsed_steps = (rank * N + np.arange(N)) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
     shortened = elapsed_steps > 0  # bool (N,): first episodes that end early; they are not logged
 

@@ -3,6 +3,7 @@ is merged by git's three-way apply and written again.
 
     python recipes/refresh.py            # all of them
     python recipes/refresh.py gsde       # one
+    python recipes/refresh.py --table    # only the table of README.md, from the heads
     python recipes/refresh.py --new NAME # recipes/NAME.diff from what you have changed in the working tree
 
 Commit the change of the script first: the three-way merge needs the old text, which a diff names by its hash.
@@ -75,6 +76,9 @@ def main():
         path = RECIPES / f"{sys.argv[2]}.diff"
         head = split(path.read_text())[0] if path.exists() else f"{sys.argv[2]}: what it does, why, source, result\n\n"
         path.write_text(head + changes(Path.cwd()))
+        return 0
+    if sys.argv[1:2] == ["--table"]:
+        (RECIPES / "README.md").write_text(fill_page())
         return 0
     paths = [RECIPES / f"{name}.diff" for name in sys.argv[1:]] or sorted(RECIPES.glob("*.diff"))
     done = [refresh(path) for path in paths]

@@ -65,7 +65,7 @@ CONTINUOUS = {
     "privileged_critic": ("recipes/TwoViews-v0", {}),
     "entropy_schedule": ("InvertedPendulum-v4", {}),
     "image_box": ("recipes/Picture-v0", {"num_steps": 4}),
-    "layer_norm": ("InvertedPendulum-v4", {"hidden_size": 32}),
+    "layer_norm": ("InvertedPendulum-v4", {"hidden_sizes": (32, 32)}),
     "popart": ("InvertedPendulum-v4", {}),
     "symmetry_loss": ("Walker2d-v5", {}),
 }
@@ -414,9 +414,8 @@ def test_image_box_shows_images_to_the_nature_cnn(patched, tmp_path, monkeypatch
 
 
 def test_layer_norm_takes_the_scale_out_of_preactivations(patched):
-    agent = make_agent(patched("layer_norm"), hidden_size=16)
+    agent = make_agent(patched("layer_norm"), hidden_sizes=(16, 16))
     assert agent.actor[0].weight.shape == (16, 3) and agent.critic[-1].in_features == 16
-    assert patched("layer_norm").Args().hidden_size == 256
     obs = torch.randn(20, 3)
     before = torch.cat([agent.get_mean_and_log_std(obs)[0] * 100, agent.get_value(obs).unsqueeze(-1)], -1)
     assert before.std(0).min() > 0.01

@@ -304,7 +304,7 @@ def test_dict_observations(patched, tmp_path, monkeypatch):
     assert len(minibatches) == 50
     assert all(x.dtype == torch.uint8 and x.shape == (64, size + 3 * 4) for x in minibatches)
 
-    env = script.make_evaluation_env("TwoSenses-v0", False, False)
+    env = script.make_evaluation_env("TwoSenses-v0", "{}", False)
     packed, pixels = [env.reset(seed=seed)[0] for seed in range(20)], []
     for seed, row in enumerate(packed):
         obs, _ = TwoSenses().reset(seed=seed)

@@ -39,7 +39,7 @@ CASES["entropy_schedule"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--ent
 CASES["layer_norm"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --hidden-sizes 256 256", "")
 CASES["clip_only_value_loss"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --clip-vloss --vf-clip-coef 0.2", "")
 CASES["symmetry_loss"] = ("ppo_continuous", "--env-id Walker2d-v5", "")
-SPARSE = "--env-id benchmark.sparse_envs:DeepSea20-v0 --total-timesteps 100_000 --no-norm-reward --update-epochs 4"
+SPARSE = "--env-id benchmark.sparse_envs:DeepSea20-v0 --total-timesteps 100000 --no-norm-reward --update-epochs 4"
 CASES["rnd"] = ("ppo_discrete", SPARSE, "")
 
 
@@ -92,11 +92,14 @@ def sentence(recipe, rows):
     def numbers(rows):
         values = [float(row["last_100_mean"]) for row in rows]
         style = ",.0f" if max(map(abs, values)) >= 10 else ".2f"
-        return f"{np.mean(values):{style}} ({' '.join(f'{value:{style}}' for value in values)})"
+        texts = [f"{round(value, 2) + 0.0:{style}}" for value in [np.mean(values), *values]]  # + 0.0: never -0.00
+        return f"{texts[0]} ({' '.join(texts[1:])})"
 
     first = found[0][0]
     task = first["env_id"].split(":")[-1]
-    head = f"{task}, {int(first['steps']):,} steps, seeds 1 to {len(found[0])}, mean of the last 100 returns: "
+    head = (
+        f"{task}, {round(int(first['steps']), -4):,} steps, seeds 1 to {len(found[0])}, mean of the last 100 returns: "
+    )
     return head + f"{numbers(found[0])}, without it {numbers(found[1])}."
 
 
