@@ -50,7 +50,7 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. The defaults were chosen "
     "on these tasks, mostly on seeds 1 to 3, in a few cases on seeds up to 5, for Humanoid on seed 1 only. Seeds 6 "
-    "to 8 were run afterwards. The script has been rebuilt since; `mujoco-49c198e.csv` has the runs of the one before. "
+    "to 8 were run after the choice. The rows are of the present script, those of `mujoco-49c198e.csv` of the one before. "
     "The noise falls to 0 over a run (`--anneal-std`); CleanRL's does not. Published figures, except "
     "CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is sb3-contrib's, evaluated after training",
     "mujoco-avx2": "**MuJoCo on another processor**: the same command, defaults and seeds as above, with the script "
@@ -554,19 +554,19 @@ def results_page():
     blocks = ["# Results", "", "Written by `python benchmark/report.py --publish readme`.", ""]
     blocks += ["- *Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over seeds."]
     blocks += [
-        "- *95% interval* is a bootstrap interval over seeds. For few seeds it is too narrow: of three it is the"
+        "- *95% interval* is a bootstrap interval over seeds. With few seeds it is too narrow: with three, it goes from"
     ]
-    blocks[-1] += " range of the runs."
+    blocks[-1] += " the lowest run to the highest."
     blocks += ["- *Evaluated* is the mean of ten episodes of the trained agent without exploration."]
     blocks += [
         "- Sources and protocols of published figures are in `benchmark/published.csv`. Figures that could only be"
     ]
     blocks[-1] += " read off plots are left out."
     blocks += [
-        "- \\*: the best evaluation during training, not the last: the mean over seeds of the best, or the best mean"
+        "- \\*: the source reports its best evaluation during training, not its last one. Some sources take the best"
     ]
-    blocks[-1] += " over seeds."
-    blocks += ["- †: a single run, evaluated without exploration.", "- Bold: ours.", ""]
+    blocks[-1] += " of each seed and then the mean, others the best mean over seeds."
+    blocks += ["- †: a single run, evaluated without exploration.", ""]
     first, *others = [name for name in SUITES if (RESULTS / f"{name}.csv").exists()]
     blocks += [*suite_table(first), *speed_table()]
     for name in others:

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from recipes import with_recipes
 
 spec = importlib.util.spec_from_file_location("refresh", ROOT / "recipes" / "refresh.py")
 spec.loader.exec_module(refresh := importlib.util.module_from_spec(spec))
+sys.path.insert(0, str(ROOT / "benchmark"))
+spec = importlib.util.spec_from_file_location("recipes_study", ROOT / "benchmark" / "studies" / "recipes.py")
+spec.loader.exec_module(study := importlib.util.module_from_spec(spec))
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
 LONG = {"exact_resume", "cpu_ranks"}  # what once stood in the scripts
 
@@ -25,7 +29,7 @@ def test_recipe_applies_and_is_short(name, tmp_path):
     and what it changed."""
     path = ROOT / "recipes" / f"{name}.diff"
     head, diff = re.split(r"(?=^diff --git )", path.read_text(), maxsplit=1, flags=re.M)
-    assert 4 <= len(head.strip().splitlines()) <= 12
+    assert head.startswith(f"{name}: ") and 4 <= len(head.strip().splitlines()) <= 12
     for word in ("Why: ", "Script", "Source: ", "Run: ", "Result: "):
         assert re.search(f"^{word}|[.] {word}", head, re.M), word
     changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
@@ -37,6 +41,23 @@ def test_recipe_applies_and_is_short(name, tmp_path):
         subprocess.run(command, cwd=tmp_path / folder, check=True)
     for command in (["check"], ["format", "--check"]):
         subprocess.run(["ruff", *command, "."], cwd=tmp_path / "git", check=True, capture_output=True)
+
+
+def test_recipes_are_short():
+    """Half of them change 30 lines or fewer."""
+    rows = [refresh.row(ROOT / "recipes" / f"{name}.diff") for name in RECIPES]
+    assert len(rows) >= 16 and np.median([int(row.split("|")[4]) for row in rows]) <= 30
+
+
+def test_results_of_recipes():
+    """A Result line has the figures of results/recipes.csv, as benchmark/studies/recipes.py writes them."""
+    rows, measured = study.report.read_csv(ROOT / "benchmark" / "results" / "recipes.csv"), 0
+    for name in study.CASES:
+        if (text := study.sentence(name, rows)) is not None:
+            head = " ".join((ROOT / "recipes" / f"{name}.diff").read_text().split("diff --git")[0].split())
+            assert f"Result: {text}" in head, name
+            measured += 1
+    assert measured >= 8
 
 
 def test_table_of_recipes():

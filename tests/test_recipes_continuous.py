@@ -3,14 +3,12 @@
 import dataclasses
 import inspect
 import math
-import subprocess
-import sys
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_ENV, ROOT, SMALL
+from conftest import REAL_ENV, SMALL
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from recipes import with_recipes
@@ -107,24 +105,6 @@ def minibatch(size=32, obs_size=3, action_size=2):
 
 
 # ------------------------------------------------------------------------------------------------------- every recipe
-
-
-@pytest.mark.parametrize("name", [*CONTINUOUS, *ALL_SCRIPTS])
-def test_short_and_in_the_style_of_the_scripts(name, tmp_path):
-    path = ROOT / "recipes" / f"{name}.diff"
-    assert subprocess.run(["git", "apply", "--check", str(path)], cwd=ROOT, capture_output=True).returncode == 0
-    text = path.read_text()
-    start = text.index("diff --git ")
-    assert text.startswith(f"{name}: ") and 5 <= len(text[:start].splitlines()) <= 12
-    assert all(f"\n{word}: " in text[:start] for word in ("Why", "Run", "Result")) and "Source: " in text[:start]
-    assert max(map(len, text[:start].splitlines())) <= 120
-    changed = [x for x in text[start:].splitlines() if x[:1] in ("+", "-") and x[:3] not in ("+++", "---")]
-    assert len(changed) <= 60
-    scripts = ["ppo_continuous.py"] if name in CONTINUOUS else [f"{script}.py" for script in REAL_ENV]
-    with_recipes(tmp_path, "ppo_continuous", name)
-    for command in (["check", "--config", str(ROOT / "pyproject.toml")], ["format", "--check", "--line-length=120"]):
-        ruff = subprocess.run([sys.executable, "-m", "ruff", *command, *scripts], cwd=tmp_path, capture_output=True)
-        assert ruff.returncode == 0, ruff.stdout.decode()
 
 
 @pytest.mark.parametrize("script, name", PATCHED)

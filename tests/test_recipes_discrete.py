@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import importlib
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -73,27 +72,6 @@ def episodes(run_dir):
 
 
 # ---------------------------------------------------------------------------------------------------- every recipe
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_it_applies(name, tmp_path):
-    """To the scripts that it names and to no other; the result has the style of the scripts, and the diff is short."""
-    diff = ROOT / "recipes" / f"{name}.diff"
-    subprocess.run(["git", "apply", "--check", str(diff)], cwd=ROOT, check=True)
-    head, changes = re.split(r"(?m)^(?=diff --git )", diff.read_text(), maxsplit=1)
-    assert 5 <= len(head.strip().splitlines()) <= 10 and "Result: " in head and "python ppo_" in head
-    changed = [line for line in changes.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
-    assert len(changed) <= LONGER.get(name, 60)
-    with_recipes(tmp_path, RECIPES[name][0], name)
-    different = [script for script in SCRIPTS if (ROOT / f"{script}.py").read_text() != text_of(tmp_path, script)]
-    assert different == RECIPES[name]
-    files = [f"{script}.py" for script in different]
-    for command in (["check", "--select=E,F,I,B,UP,SIM,RUF", "--ignore=B905,RUF005"], ["format", "--check"]):
-        subprocess.run([sys.executable, "-m", "ruff", *command, "--line-length=120", *files], cwd=tmp_path, check=True)
-
-
-def text_of(folder, script):
-    return (folder / f"{script}.py").read_text()
 
 
 STACKS = [

@@ -97,9 +97,8 @@ def sentence(recipe, rows):
 
     first = found[0][0]
     task = first["env_id"].split(":")[-1]
-    head = (
-        f"{task}, {round(int(first['steps']), -4):,} steps, seeds 1 to {len(found[0])}, mean of the last 100 returns: "
-    )
+    steps, seeds = round(int(first["steps"]), -4), len(found[0])
+    head = f"{task}, {steps:,} steps, seeds 1 to {seeds}, mean of the last 100 returns: "
     return head + f"{numbers(found[0])}, without it {numbers(found[1])}."
 
 
