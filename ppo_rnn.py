@@ -370,8 +370,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,) are of past rewards, as in baselines: G_t = r_t + gamma * G_{t-1}, from 0 after an episode's
-    end, ended (T, N) bool. They and return_rms are updated here, for the next rollout too. No mean is subtracted."""
+    discounted_returns (N,): the running return G_t = r_t + gamma * G_{t-1} of each environment, as in baselines. It
+    restarts from 0 where ended (T, N), bool. It and return_rms change in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -516,8 +516,8 @@ def train(args, stop_signals=()):
     obs_shape = envs.single_observation_space.shape
     device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
     agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-    # All parameters become views of one vector: one norm and one Adam step serve all layers. Do not move or replace a
-    # parameter from here on (.to, assign=True): Adam would not reach it.
+    # One vector holds all parameters, and each of them is a view of it. One norm and one Adam step serve all layers. Do
+    # not move or replace a parameter from here on (.to, assign=True): Adam would not reach it.
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
@@ -631,7 +631,7 @@ def train(args, stop_signals=()):
             episode_lengths += 1
             for n in np.flatnonzero(terminated | truncated):
                 if not shortened[n]:
-                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # VectorMember's
+                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # a list of one
                     episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
@@ -663,7 +663,7 @@ def train(args, stop_signals=()):
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # the policy has not changed yet: remove the rounding error
+                if not all_metrics:  # before the first step the KL is 0, up to a rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
@@ -1001,11 +1001,11 @@ def restore(run_dir, agent, optimizer):
     """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
     checkpoint = load_checkpoint(run_dir)
     agent.load_state_dict(checkpoint["agent"].state_dict())
-    # The options stay those of this run: the checkpoint may be from another device.
+    # Only Adam's moments come from the checkpoint: its options depend on the device.
     group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
     optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.param_groups[0]["lr"] = group["lr"]  # load_state_dict has put a copy there
-    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
+    optimizer.param_groups[0]["lr"] = group["lr"]  # the tensor that apply_gradient changes, not a copy
+    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # for --desired-kl; a new --learning-rate begins anew
         group["lr"].copy_(saved["lr"])
     return checkpoint["global_step"], checkpoint["seconds"]
 

@@ -528,7 +528,7 @@ def train(args, stop_signals=()):
             b_tensors = [x[:, permutation] for x in batch.values()]
             for minibatch in zip(*(x.split(C // args.num_minibatches, dim=1) for x in b_tensors)):  # (L or 1, M, ...)
                 gradient, metrics = compute_gradient(dict(zip(batch, minibatch)))
-                if not all_metrics:  # the policy has not changed yet: remove the rounding error
+                if not all_metrics:  # before the first step the KL is 0, up to a rounding error
                     metrics["kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["kl"])  # all ranks stop, or change lr, at the same minibatch
@@ -933,11 +933,11 @@ def restore(run_dir, agent, optimizer):
     """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
     checkpoint = load_checkpoint(run_dir)
     agent.load_state_dict(checkpoint["agent"].state_dict())
-    # The options stay those of this run: the checkpoint may be from another device.
+    # Only Adam's moments come from the checkpoint: its options depend on the device.
     group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
     optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.param_groups[0]["lr"] = group["lr"]  # load_state_dict has put a copy there
-    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # else --desired-kl goes on from the new one
+    optimizer.param_groups[0]["lr"] = group["lr"]  # the tensor that apply_gradient changes, not a copy
+    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # for --desired-kl; a new --learning-rate begins anew
         group["lr"].copy_(saved["lr"])
     return checkpoint["global_step"], checkpoint["seconds"]
 
