@@ -937,7 +937,7 @@ def restore(run_dir, agent, optimizer):
     group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
     optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.param_groups[0]["lr"] = group["lr"]  # the tensor that apply_gradient changes, not a copy
-    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # for --desired-kl; a new --learning-rate begins anew
+    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # for --desired-kl; a new rate begins anew
         group["lr"].copy_(saved["lr"])
     return checkpoint["global_step"], checkpoint["seconds"]
 
