@@ -7,8 +7,8 @@
 
 Answer (results/google_vs_nvidia_small.csv): at the small size it does not. NVIDIA's ends at 1,152, Google's at 880 (20
 seeds each). The last command gives Google's update one of NVIDIA's three differences at a time: with normalised
-advantages it reaches 1,294 (5 seeds), with stored values 898 (20 seeds), with GAE 877 (5 seeds). The original size has
-not been run.
+advantages it reaches 1,294, with stored values 898, with GAE 877. Stored values have 20 seeds, the other two have 5.
+The original size has not been run.
 
 The design is that of the published comparison, which found no difference: twenty seeds, eleven evaluations. This one
 adds intervals and tests. NVIDIA's update stands in it twice: as the text describes it (nvidia), and as the text prints
