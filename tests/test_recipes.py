@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, scalars
+from conftest import ROOT, SCRIPTS, SMALL, scalars
 
 from recipes import with_recipes
 
@@ -33,7 +33,11 @@ def test_recipe_applies_and_is_short(name, tmp_path):
     for word in ("Why: ", "Script", "Source: ", "Run: ", "Result: "):
         assert re.search(f"^{word}|[.] {word}", head, re.M), word
     changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
-    assert 0 < len(changed) <= (400 if name in LONG else 60)
+    assert 0 < len(changed) <= (70 if name in LONG else 60)
+    assert max(map(len, head.splitlines())) <= 120
+    named = re.search(r"^Scripts?: .*", head, re.M)[0].split("Source: ")[0]
+    named = SCRIPTS if "all three" in named else re.findall(r"ppo_\w+", named)
+    assert re.findall(r"^diff --git a/(ppo_\w+)\.py ", diff, re.M) == sorted(named)
     for folder, command in (("git", ["git", "apply", path]), ("patch", ["patch", "-p1", "-s", "-i", path])):
         (tmp_path / folder).mkdir()
         for script in [*ROOT.glob("ppo_*.py"), ROOT / "pyproject.toml"]:

@@ -21,16 +21,6 @@ from probes import CHAIN_GAMMA, CHAIN_VALUES
 from benchmark import self_play_envs, sparse_envs
 from recipes import with_recipes
 
-RECIPES = {
-    "time_limits_as_ends": SCRIPTS,
-    "rnd": ["ppo_discrete"],
-    "dict_observations": ["ppo_discrete"],
-    "self_play": ["ppo_discrete"],
-    "shared_parameters": ["ppo_discrete"],
-    "exact_resume": ["ppo_continuous"],
-    "cpu_ranks": ["ppo_continuous"],
-}
-LONGER = {"exact_resume": 70}  # more changed lines than 60
 TEN = SMALL | {"total_timesteps": 640}  # ten iterations
 
 
