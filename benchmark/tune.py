@@ -1,12 +1,16 @@
 """The search of a benchmark/sweeps/*.yaml without wandb: Optuna, one file, any number of workers.
 
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --env-ids Hopper-v4 --trials 30
-    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --env-ids Hopper-v4 Walker2d-v4 --seeds 2
+    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --env-ids Hopper-v4 Walker2d-v4 --seeds 3
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --trials 0     # what has been found
+    python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-ids Swimmer-v4 --begin-with gamma=0.999
 
 A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. Of
 several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
-published figure (1). The first trial has the script's default settings.
+published figure (1). A trial's score is the median over its seeds, and the mean over tasks. After each seed, a trial
+that is below the median of the trials before it ends there. Seeds begin at 101: results are reported on other ones.
+The first trial has the script's default settings. --begin-with says what the next ones change: "gamma=0.95 vf_coef=0.5"
+is one trial.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
@@ -17,6 +21,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import re
 import signal
 import statistics
 import threading
@@ -41,8 +46,10 @@ class Args:  # the comments are what --help prints
     sweep: tyro.conf.Positional[Path]  # a file of benchmark/sweeps/
     study: str  # name of the search, of its file and of its table
     env_ids: tuple[str, ...] = ()  # tasks of every trial; none given: that of the sweep
-    seeds: int = 1  # seeds 1 to this of each task
-    trials: int = 20  # finished trials that the study shall have
+    seeds: int = 1  # how many seeds of each task
+    first_seed: int = 101  # the first of them
+    begin_with: tuple[str, ...] = ()  # settings to try first, each as "name=value name=value" beside the defaults
+    trials: int = 20  # finished trials that the study shall have, those that ended early included
     jobs: int = 1  # trials at once in this process
     total_timesteps: int | None = None  # environment steps of a run; None: what the sweep says
     runs_dir: Path = Path("runs")  # where the study and the run folders are
@@ -103,19 +110,27 @@ def main():
     heartbeat = {"heartbeat_interval": 30, "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback()}
     engine = {"connect_args": {"timeout": 60}}  # seconds to wait for another worker that is writing
     sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True)
-    names = {"study_name": args.study, "direction": "maximize", "load_if_exists": True}
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
+    names = {"study_name": args.study, "direction": "maximize", "load_if_exists": True, "pruner": pruner}
     with open(runs_dir / f"{args.study}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one worker makes the file and asks for the defaults
         storage = RDBStorage(f"sqlite:///{runs_dir}/{args.study}.db", engine, **heartbeat)
         study = optuna.create_study(storage=storage, sampler=sampler, **names)
         # Its scores are to be compared with each other: what they are about stays as it began.
-        about = json.loads(json.dumps({"env_ids": env_ids, "seeds": args.seeds, "parameters": space}))
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        about = json.loads(json.dumps({"env_ids": env_ids, "seeds": list(seeds), "parameters": space}))
         if args.trials and study.user_attrs.setdefault("about", about) != about:
             raise SystemExit(f"--study {args.study} began with other tasks, seeds, steps or parameters: name a new one")
-        if not study.trials:
+        if args.trials:
             study.set_user_attr("about", about)
             defaults = vars(load_script(script).parse_args(["--env-id", env_ids[0]]))
-            study.enqueue_trial({name: defaults[name] for name, spec in space.items() if "value" not in spec})
+            defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
+            if "hidden_sizes" in defaults:
+                defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
+            for words in ("", *args.begin_with):
+                changes = re.findall(r"(\w+)=(.*?)(?= \w+=|$)", words)
+                changes = {name: yaml.safe_load(value) for name, value in changes}
+                study.enqueue_trial(defaults | changes, skip_if_exists=True)
 
     stop, children = threading.Event(), set()
 
@@ -128,11 +143,14 @@ def main():
         signal.signal(number, request_stop)
 
     def objective(trial):
-        words = [f"--{name.replace('_', '-')}={suggest(trial, name, spec)}" for name, spec in space.items()]
-        words += [f"--exp-name=tune-{hashlib.sha1(' '.join(words).encode()).hexdigest()[:8]}"]  # the same when retried
-        scores = []
+        words = []
+        for name, spec in space.items():
+            words += [f"--{name.replace('_', '-')}", *str(suggest(trial, name, spec)).split()]
+        words += ["--exp-name", f"tune-{hashlib.sha1(' '.join(words).encode()).hexdigest()[:8]}"]  # the same when retried
+        scores = []  # of each seed
         try:
-            for seed in range(1, args.seeds + 1):
+            for seed in seeds:
+                of_tasks = []
                 for env_id in env_ids:
                     row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 1), None, args.jobs, children, stop)
                     if row is None:
@@ -140,21 +158,26 @@ def main():
                             f"{env_id}: no episode has ended in {space['total_timesteps']['value']} steps"
                         )
                     low, high = scale[env_id]
-                    scores.append((float(row["last_100_mean"]) - low) / (high - low))
+                    of_tasks.append((float(row["last_100_mean"]) - low) / (high - low))
                     trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
+                scores.append(statistics.fmean(of_tasks))
+                trial.report(statistics.median(scores), len(scores))
+                if len(scores) < len(seeds) and trial.should_prune():
+                    raise optuna.TrialPruned
         except Stopped:
             study.enqueue_trial(trial.params)  # a later worker begins with it
             study.stop()
             raise
-        return statistics.fmean(scores)
+        return statistics.median(scores)
 
     def give_up(study, trial):
         last = [each.state for each in study.trials[-5:]]
         if len(last) == 5 and all(state == TrialState.FAIL for state in last):
             study.stop()  # the fault is not in the settings; the log says which
 
-    enough = MaxTrialsCallback(args.trials, states=(TrialState.COMPLETE,))
-    if args.trials > len(study.get_trials(states=(TrialState.COMPLETE,))):
+    ended = (TrialState.COMPLETE, TrialState.PRUNED)
+    enough = MaxTrialsCallback(args.trials, states=ended)
+    if args.trials > len(study.get_trials(states=ended)):
         study.optimize(objective, n_jobs=args.jobs, callbacks=[enough, give_up], catch=(RuntimeError, Stopped))
     path = RESULTS / f"tuning_{args.study}.csv"
     write_table(study, path)
