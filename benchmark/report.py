@@ -75,7 +75,7 @@ SPEED = {
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
     "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
     "atari-128": "`ppo_discrete.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
-    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, LSTM of 128, by default one here, two in sb3-contrib",
+    "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, default LSTMs of 128 (here one, sb3-contrib: two)",
     "rnn-shared": "the same, one LSTM in both",
     "rnn-separate": "the same, two LSTMs in both",
 }
@@ -309,7 +309,7 @@ def speed_table():
         cells = [title, f"{int(mine['steps_per_second']):,}", *starts]
         for names in others.values():
             ratios = [rows[case, name]["ratio"] for name in names if (case, name) in rows]
-            cells.append(f"**{float(ratios[0]):.1f}** x" if ratios else "")
+            cells.append(f"{float(ratios[0]):.1f} x" if ratios else "")
         alone = rows.get((case, "simulator"))
         cells.append(f"{float(alone['ratio']):.0%}" if alone else "")
         lines.append("| " + " | ".join(cells) + " |")
@@ -336,7 +336,7 @@ def learning_table(rows):
         returns = [float(row["last_100_mean"]) for row in sorted(group, key=lambda row: int(row["seed"]))]
         low, high = (number(x, returns[0]) for x in bootstrap_interval([returns], lambda scores: np.mean(scores[0])))
         singles = ", ".join(number(x, returns[0]) for x in returns)
-        cells = [SPEED[case], name, f"{int(group[0]['steps']):,}", f"**{number(np.mean(returns), returns[0])}**"]
+        cells = [SPEED[case], name, f"{int(group[0]['steps']):,}", number(np.mean(returns), returns[0])]
         lines.append("| " + " | ".join([*cells, f"{low} to {high}", singles]) + " |")
     return lines
 
@@ -418,7 +418,7 @@ def suite_table(name):
             task += f" (of {episodes} episodes)"
         if differ(rows[0], defaults_of(script, env_id)):
             task += f" (defaults of commit {rows[0]['commit']})"
-        cells = [task, f"{int(steps):,}", f"**{number(values.mean(), unit)}**"]
+        cells = [task, f"{int(steps):,}", number(values.mean(), unit)]
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", str(len(values))]
         if evaluated:
             cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
@@ -440,7 +440,7 @@ def suite_table(name):
             "Rescaled so that random actions score 0 and the highest PPO figure found scores 1, our mean over tasks is"
         )
         text += f" {np.mean(means):.2f}. The lowest task has {min(means):.2f} ({names[np.argmin(means)]}). The"
-        text += f" interquartile mean (of the middle half of all runs) is **{interquartile_mean(scores):.2f}**"
+        text += f" interquartile mean (of the middle half of all runs) is {interquartile_mean(scores):.2f}"
         lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
     rows = [row for rows in suite.values() for row in rows]
     versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))

@@ -7,7 +7,7 @@
     python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
-    python benchmark/speed.py defaults discrete rnn-shared --before PATH    # beside another commit, checked out at PATH
+    python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
     python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
@@ -191,6 +191,12 @@ def discrete_case(cleanrl):
     }
 
 
+def rlhf_case():
+    """The built-in task. A step is an answer: generated, scored, and trained on twice."""
+    program = [sys.executable, str(ROOT / "variants" / "ppo_rlhf.py"), "--checkpoint-interval=1000"]
+    return {"ppo_rlhf": (lambda answers: [*program, f"--total-episodes={answers}"], 1280, 12800)}
+
+
 def make_cases(cleanrl=None, leanrl=None):
     """Contestants of each case, with the two numbers of steps that they train for; CleanRL and LeanRL where there is a
     checkout. LeanRL unrolls GAE to compile it, which takes minutes for 256 steps already: not tried with 2,048."""
@@ -206,6 +212,7 @@ def make_cases(cleanrl=None, leanrl=None):
             "one process": (ours("ppo_continuous"), 16000, 316000),
             "ppo_continuous, two": (two_ranks(ours("ppo_continuous", num_envs=200)), 32000, 632000),
         },
+        "rlhf": rlhf_case(),
         "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
         "rnn-separate": rnn_case(separate=True),
         "rnn-shared": rnn_case(separate=False),
