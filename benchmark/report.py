@@ -436,11 +436,9 @@ def suite_table(name):
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean, 2000)
         means = [score.mean() for score in scores]
-        text = (
-            "Rescaled so that random actions score 0 and the highest PPO figure found scores 1, our mean over tasks is"
-        )
-        text += f" {np.mean(means):.2f}. The lowest task has {min(means):.2f} ({names[np.argmin(means)]}). The"
-        text += f" interquartile mean (of the middle half of all runs) is {interquartile_mean(scores):.2f}"
+        text = "On a scale from random actions (0) to the highest PPO figure found (1), our mean over tasks is"
+        text += f" {np.mean(means):.2f}. The lowest task is {names[np.argmin(means)]} with {min(means):.2f}. The"
+        text += f" interquartile mean uses the middle half of all runs. It is {interquartile_mean(scores):.2f}"
         lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
     rows = [row for rows in suite.values() for row in rows]
     versions = ", ".join(dict.fromkeys(row["versions"] for row in rows))
@@ -536,7 +534,8 @@ def headline():
             cells.append(number(row["mean_return"], unit) if row else "")
             marks.append(row["mark"].replace("*", "\\*") if row else "")
             means.append(float(row["mean_return"]) if row else -np.inf)
-        cells[np.argmax(means)] = f"**{cells[np.argmax(means)]}**"
+        best = cells[np.argmax(means)]
+        cells = [f"**{cell}**" if cell == best else cell for cell in cells]
         cells = [cell + mark for cell, mark in zip(cells, marks)]
         cells = [env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

@@ -12,6 +12,10 @@ import pytest
 import torch
 from conftest import REAL_ENV, ROOT, SCRIPTS, SMALL, flags_of, scalars
 
+import ppo_continuous
+import ppo_discrete
+import ppo_rnn
+
 README = (ROOT / "README.md").read_text()
 DOCS = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 PAGES = "\n".join([README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))])  # with notes/
@@ -146,6 +150,21 @@ def test_flags_that_give_cleanrl_settings(script, original, settings):
     (command,) = re.findall(rf"{script.__name__}\.py(.*)  # {original}", DOCS["choices"])
     args = vars(script.parse_args(command.split()))
     assert {name: args[name] for name in CLEANRL | settings} == CLEANRL | settings
+
+
+def test_table_of_defaults():
+    """That of docs/choices.md, for the three scripts and for ALE games."""
+    rows = re.findall(r"^\| `--([\w-]+)` \| (.*) \|$", DOCS["choices"], re.M)
+    assert len(rows) == 20
+    games = ppo_discrete.Args(**ppo_discrete.ATARI)
+    for name, cells in rows:
+        for args, cell in zip((ppo_continuous.Args, ppo_discrete.Args, games, ppo_rnn.Args), cells.split(" | "), strict=True):
+            value = getattr(args, name.replace("-", "_"))
+            shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else shown
+            assert cell == ("none" if value is None else shown if isinstance(shown, str) else f"{shown:g}"), (name, cell)
+    memory = ppo_rnn.Args
+    assert (memory.cell, memory.hidden_size, memory.separate_critic_rnn) == ("lstm", 128, False)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)

@@ -478,6 +478,7 @@ NO_RESULTS = {
     "links": r"\]\([^)]*\)",
     "dates": r"\d{4}-\d\d-\d\d",
     "what a row of a table is named": r"^\|[^|]*\|",
+    "defaults, which test_docs.py looks at": r"^\| `--[\w-]+` \|.*$",
     "the head of a table": r"^\|.*\|(?=\n\|---)",
     "sizes": r"\d[\d,]*(?: x \d[\d,]*)+",
     "versions": r"(?:torch|torch\.compile|gymnasium|rsl_rl|envpool|PPO)\s\(?\d+(?:\.\d+)+",
