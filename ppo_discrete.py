@@ -413,7 +413,7 @@ def train(args, stop_signals=()):
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
-    # Tensors, because compiled functions read them: a Python number would be frozen.
+    # Tensors: torch.compile freezes Python numbers, and the functions below are compiled (see `compiled`).
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -518,16 +518,16 @@ def train(args, stop_signals=()):
         raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)
         final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
         rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-        values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N); not compiled: E differs
-        # Of a critic that has not learned from these returns.
+        values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N); not compiled, because E changes
+        # Before the update: the critic has not learned from these returns yet.
         scalars = {"losses/explained_variance": explained_variance(values, returns)}
-        if args.norm_obs and not agent.sees_images:  # all of this iteration are normalised by now
+        if args.norm_obs and not agent.sees_images:  # for the next rollout: this one is normalised already
             agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
 
         # ----------------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # values too: this moves the centre of --clip-vloss
+            if epoch > 0 and args.recompute_advantages:  # new values too: --clip-vloss clips around them
                 values, advantages, returns = estimate_advantages(agent, *rollout)
             permutation = torch.randperm(B).to(device)
             tensors = (obs, actions, log_probs, values, advantages, returns, action_masks)
@@ -537,7 +537,7 @@ def train(args, stop_signals=()):
                 if not all_metrics:  # before the first step the KL is 0, up to a rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
-                average_over_ranks(metrics["approx_kl"])  # all ranks stop, or change lr, at the same minibatch
+                average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together
                 all_metrics.append(metrics)
                 if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
                     stop_update = True  # before this minibatch's step

@@ -405,7 +405,7 @@ def train(args, stop_signals=()):
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
     critic_size = sum(parameter.numel() for parameter in agent.critic.parameters())
-    # A tensor, because compiled functions read it: a Python number would be frozen.
+    # A tensor: torch.compile freezes Python numbers, and the functions below are compiled (see `compiled`).
     lr = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-8, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -517,7 +517,7 @@ def train(args, stop_signals=()):
             batch["last_critic_obs"] = critic_obs[L::L].flatten(0, 1).unsqueeze(0)  # (1, C, P)
         if args.unroll_length is None:
             batch = {name: x.flatten(0, 1).unsqueeze(0) for name, x in batch.items()}  # (1, T * N, ...)
-        if args.norm_obs:  # all of this iteration are normalised by now
+        if args.norm_obs:  # for the next rollout: this one is normalised already
             agent.obs_rms.update(raw_obs[:T])
             agent.critic_obs_rms.update(raw_critic_obs[:T])
 
@@ -531,7 +531,7 @@ def train(args, stop_signals=()):
                 if not all_metrics:  # before the first step the KL is 0, up to a rounding error
                     metrics["kl"].zero_()
                 average_over_ranks(gradient)
-                average_over_ranks(metrics["kl"])  # all ranks stop, or change lr, at the same minibatch
+                average_over_ranks(metrics["kl"])  # ranks stop, or change lr, together
                 all_metrics.append(metrics)
                 if args.target_kl is not None and metrics["kl"].item() > 1.5 * args.target_kl:
                     stop_update = True  # before this minibatch's step

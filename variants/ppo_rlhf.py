@@ -105,7 +105,7 @@ class Args:  # the comments are what --help prints
     top_k: int = 0  # sample only from the k likeliest tokens, which the losses ignore; 0: from all
     top_p: float = 1.0  # sample only from the likeliest tokens of this total probability, likewise; 1: all
     # --- PPO
-    total_episodes: int = 12_800  # answers of the run, rounded down to whole iterations
+    total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
     ppo_epochs: int = 2  # passes over the answers of an iteration
