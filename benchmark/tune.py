@@ -146,7 +146,8 @@ def main():
         words = []
         for name, spec in space.items():
             words += [f"--{name.replace('_', '-')}", *str(suggest(trial, name, spec)).split()]
-        words += ["--exp-name", f"tune-{hashlib.sha1(' '.join(words).encode()).hexdigest()[:8]}"]  # the same when retried
+        settings = hashlib.sha1(" ".join(words).encode()).hexdigest()
+        words += ["--exp-name", f"tune-{settings[:8]}"]  # the same when it is tried again
         scores = []  # of each seed
         try:
             for seed in seeds:
