@@ -70,7 +70,6 @@ SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
-    "continuous-8-ranks": "as above, ours in two processes that share memory (the scripts no longer do)",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
     "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
@@ -313,13 +312,8 @@ def speed_table():
         alone = rows.get((case, "simulator"))
         cells.append(f"{float(alone['ratio']):.0%}" if alone else "")
         lines.append("| " + " | ".join(cells) + " |")
-    one, two = rows["ranks", "one process"], rows["ranks", "ppo_continuous, two"]
-    pairs = [int(b) / int(a) for a, b in zip(one["single_runs"].split(), two["single_runs"].split())]
-    text = "Two processes on two cores, `torchrun --nproc-per-node 2 ppo_continuous.py --num-envs 200`, made"
-    text += f" {float(one['ratio']):.2f} times the steps per second of one process with 100 environments"
-    lines += ["", f"{text} (median of {len(pairs)} pairs of runs, range {min(pairs):.2f} to {max(pairs):.2f})."]
-    lines[-1] += " The processes shared memory then. Today they meet through gloo, which is slower: see"
-    lines[-1] += " [the notes](notes/speed.md)."
+    lines += ["", "The scripts of this table are those before the rebuild. The present ones are as fast:"]
+    lines[-1] += " see [the notes](notes/speed.md)."
     versions = []
     for row in rows.values():
         peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own

@@ -607,7 +607,8 @@ def test_answers_of_the_studies():
         sorted(float(row["task_score"]) for row in report.read_csv(report.RESULTS / "rlhf.csv") if row["kl_coef"] == kl)
         for kl in ("0.1", "0.0")
     ]
-    figures("rlhf_plot", *(f"{low:.3f} to {high:.3f}." for low, _, high in scores))
+    low, _, high = scores[0]
+    figures("rlhf_plot", f"{low:.3f} to {high:.3f}.", f"ends at {scores[1][2]:.3f}.")
     (row,) = report.read_csv(report.RESULTS / "speed_gpu_sim.csv")
     text = f"{int(row['ours']):,} on one CPU thread, {row['ratio']} times rsl_rl's {int(row['theirs']):,}."
     figures("speed_gpu_sim", text)
