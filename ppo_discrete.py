@@ -121,8 +121,8 @@ class Args:  # the comments are what --help prints
     desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
 
 
-# Defaults for ALE games, in place of those above: those of the published tables (baselines, CleanRL), which also clip
-# the value loss. Only the command line applies them; from Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
+# Defaults for ALE games, in place of those above. They are those of baselines and CleanRL; for their clipped value loss
+# add --clip-vloss. Only the command line applies them. From Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
 # Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 ATARI = {
     "total_timesteps": 10_000_000,
@@ -301,9 +301,9 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
-    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
-    terminated. next_values[t] is the value of the observation that really followed transition t: the final observation
-    where the episode was truncated; it may be anything where the episode terminated."""
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
+    terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
+    observation of the episode. After a termination next_values[t] is not used."""
     # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -321,7 +321,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
-    truncated episodes, in the order of truncations.nonzero(). With a memory (ppo_rnn.py): features of all these."""
+    truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py all three are features."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
     # The row after a truncated step is the first of another episode; V(s_{t+1}) is that of the final observation.
@@ -454,7 +454,7 @@ def train(args, stop_signals=()):
     obs = torch.zeros(T, N, *obs_shape, dtype=obs_type, device=device)  # as the policy saw them, normalised
     actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
     log_probs = torch.zeros(T, N, device=device)
-    # What environments return is collected in numpy and goes to the device once per rollout.
+    # Filled step by step in numpy. They go to the device after the rollout.
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
@@ -499,7 +499,7 @@ def train(args, stop_signals=()):
             episode_returns += reward
             episode_lengths += 1
             over = terminated | truncated
-            if is_atari(args.env_id):  # a lost life does not end the game; in a new game the count of frames restarts
+            if is_atari(args.env_id):  # a lost life terminates too; only a new game has a lower frame number
                 over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
             for n in np.flatnonzero(over):
                 if not shortened[n]:
@@ -534,7 +534,7 @@ def train(args, stop_signals=()):
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                 gradient, metrics = compute_gradient(*minibatch)
-                if not all_metrics:  # before the first step the KL is 0, up to a rounding error
+                if not all_metrics:  # no step yet: the KL is 0, and a rounding error must not move the learning rate
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together
@@ -625,8 +625,8 @@ def check_args(args, num_ranks=1):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector, of its infos only the mask: merging others takes longer than many a simulator. The
-    numbers in the last info of an episode are kept, for the metrics info/NAME."""
+    """One environment of a vector. Of its infos it passes on the mask, and the numbers at the end of an episode for the
+    metrics info/NAME. Merging more infos takes longer than many a simulator."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:  # for environments that draw from the global generators
@@ -660,7 +660,7 @@ def is_image(space):
 def make_envs(args, num_envs):
     """A vector of num_envs environments in autoreset mode SAME_STEP: the step that ends an episode returns the first
     observation of the next one, and the final observation in infos["final_obs"]."""
-    # Forked workers inherit main's signal handlers: they finish the iteration on Ctrl-C.
+    # Workers are forked: they inherit main's signal handlers, so Ctrl-C does not end them within an iteration.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
     mode = "async" if args.async_envs else "sync"
     try:
@@ -746,11 +746,11 @@ def gather_from_ranks(items):
 
 
 def compiled(function, args, device):
-    """torch.compile, at the first call; nothing with --no-compile. Python numbers are frozen then: to change a value
-    later, write into a tensor. torch's guards, which would notice a change, are off: they take too long."""
+    """Compile the function at its first call; --no-compile returns it unchanged. Python numbers become constants: write
+    what changes into tensors. torch's guards, which would notice a changed number, are off: they take too long."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
-    # Without the random part of its ids torch finds in its cache on disk what an earlier run has compiled.
+    # torch puts random parts into ids. Without them its cache on disk finds what an earlier run has compiled.
     torch._dynamo.output_graph.unique_id = lambda name, **_: torch._dynamo.bytecode_transformation.unique_id(name)
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":

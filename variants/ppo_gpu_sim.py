@@ -258,9 +258,9 @@ def cut_unrolls(x, L):
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
-    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
-    terminated. next_values[t] is the value of the observation that really followed transition t: the final observation
-    where the episode was truncated; it may be anything where the episode terminated."""
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
+    terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
+    observation of the episode. After a termination next_values[t] is not used."""
     # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -528,7 +528,7 @@ def train(args, stop_signals=()):
             b_tensors = [x[:, permutation] for x in batch.values()]
             for minibatch in zip(*(x.split(C // args.num_minibatches, dim=1) for x in b_tensors)):  # (L or 1, M, ...)
                 gradient, metrics = compute_gradient(dict(zip(batch, minibatch)))
-                if not all_metrics:  # before the first step the KL is 0, up to a rounding error
+                if not all_metrics:  # no step yet: the KL is 0, and a rounding error must not move the learning rate
                     metrics["kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["kl"])  # ranks stop, or change lr, together
@@ -775,11 +775,11 @@ def gather_from_ranks(items):
 
 
 def compiled(function, args, device):
-    """torch.compile, at the first call; nothing with --no-compile. Python numbers are frozen then: to change a value
-    later, write into a tensor. torch's guards, which would notice a change, are off: they take too long."""
+    """Compile the function at its first call; --no-compile returns it unchanged. Python numbers become constants: write
+    what changes into tensors. torch's guards, which would notice a changed number, are off: they take too long."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
-    # Without the random part of its ids torch finds in its cache on disk what an earlier run has compiled.
+    # torch puts random parts into ids. Without them its cache on disk finds what an earlier run has compiled.
     torch._dynamo.output_graph.unique_id = lambda name, **_: torch._dynamo.bytecode_transformation.unique_id(name)
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":

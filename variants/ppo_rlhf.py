@@ -195,9 +195,9 @@ def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
-    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode; with both set it
-    terminated. next_values[t] is the value of the observation that really followed transition t: the final observation
-    where the episode was truncated; it may be anything where the episode terminated."""
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
+    terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
+    observation of the episode. After a termination next_values[t] is not used."""
     # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
