@@ -74,6 +74,9 @@ def test_initialisation(script):
             weight = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
             torch.testing.assert_close(weight @ weight.T, std**2 * torch.eye(len(weight)), atol=1e-5, rtol=1e-5)
             assert not layer.bias.any()
+        x = 100 * torch.randn(7, 5)
+        torch.testing.assert_close(network(-x), -network(x))  # tanh is odd, and saturates
+        assert network(100 * x).abs().max() < 2 * network(x).abs().max()
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)

@@ -49,13 +49,18 @@ def test_environments_have_different_seeds(script, small_args, minibatches):
 
 
 class Seeds(probes.Target):
-    """Remembers the seeds of all its copies."""
+    """Remembers the seeds and the actions of all its copies; shows zeros."""
 
     seeds: ClassVar = []
+    actions: ClassVar = []
 
     def reset(self, *, seed=None, options=None):
         self.seeds.extend([seed] * (seed is not None))
-        return super().reset(seed=seed, options=options)
+        return 0 * super().reset(seed=seed, options=options)[0], {}
+
+    def step(self, action):
+        self.actions.append(action)
+        return 0 * self.target, *super().step(action)[1:]
 
 
 for name, discrete in (("box", False), ("discrete", True)):
@@ -69,6 +74,17 @@ def test_seeds_of_environments(script, small_args):
     again = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=512)
     script.train(again)
     assert len(Seeds.seeds) == len(set(Seeds.seeds)) == 8
+
+
+def test_noise_of_a_resumed_run(script, small_args):
+    """It is not that of the start: the same policy, which sees the same, does something else."""
+    Seeds.actions.clear()
+    still = {"learning_rate": 1e-30, "anneal_lr": False, "num_steps": 16}
+    _, run_dir = script.train(small_args(env_id=probe(script, "Seeds"), total_timesteps=64, **still))
+    args = script.load_checkpoint(run_dir)["args"]
+    script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128))
+    assert len(Seeds.actions) == 128
+    assert not np.array_equal(Seeds.actions[:64], Seeds.actions[64:])
 
 
 class Limited(gym.Env):
