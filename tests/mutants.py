@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MISTAKES = ROOT / "tests" / "mutants.txt"
+LONGEST = 600  # seconds that the tests of a mutant may take: a loop that never ends is noticed too
 
 
 def read_mistakes():
@@ -54,7 +55,11 @@ def try_out(mutant):
         path = Path(folder) / f"{script}.py"
         path.write_text(path.read_text().replace(text, replacement))
         command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *words_of(mutant)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+        options = {"cwd": folder, "capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": ""}}
+        try:
+            done = subprocess.run(command, timeout=LONGEST, **options)
+        except subprocess.TimeoutExpired:
+            return f"the tests did not end within {LONGEST} s"
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{mutant}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-500:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)

@@ -170,8 +170,15 @@ def test_total_loss(system):
     columns |= {"means": inputs["old_mean"], "stds": inputs["old_log_std"].exp().expand_as(inputs["old_mean"])}
     advantages = inputs["advantages"]  # only rsl_rl normalises them
     columns |= {"advantages": script.normalize_advantages(advantages) if system == "rsl_rl" else advantages}
-    loss, _ = script.ppo_loss(agent, agent.args, {name: x.unsqueeze(0) for name, x in columns.items()})
+    loss, metrics = script.ppo_loss(agent, agent.args, {name: x.unsqueeze(0) for name, x in columns.items()})
     torch.testing.assert_close(loss.item(), expected[system])
+    old, new = (
+        torch.distributions.Normal(inputs[mean], inputs[log_std].exp())
+        for mean, log_std in (("old_mean", "old_log_std"), ("mean", "log_std"))
+    )
+    forward, backward = (torch.distributions.kl_divergence(*pair).sum(-1).mean() for pair in ((old, new), (new, old)))
+    torch.testing.assert_close(metrics["kl"], forward)
+    assert abs(forward - backward) > 1e-3
 
 
 def train_on_record(monkeypatch, args, oracle):

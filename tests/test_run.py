@@ -18,6 +18,7 @@ import probes
 import pytest
 import torch
 from conftest import REAL_ENV, ROOT, TESTS, act, flags_of, probe, run, scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 CHAIN = {"num_steps": 8, "num_minibatches": 2}  # every rollout is one whole episode
@@ -492,6 +493,30 @@ def test_evaluate(script, small_args):
     assert np.array_equal(sampled, again) and not np.array_equal(sampled, returns)
     # Evaluation in between changes nothing of what training draws.
     assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(0)))
+
+
+def test_evaluations_are_whole_episodes_of_their_own_seeds(script, small_args):
+    """The returns that anybody gets who plays these seeds; what the agent does makes no difference here."""
+    agent, _ = script.train(small_args(env_id=probe(script, "Chain")))
+    env, expected = gym.make(probe(script, "Chain")), []
+    for seed in range(3, 7):
+        env.reset(seed=seed)
+        rewards, ended = [], False
+        while not ended:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            rewards.append(reward)
+            ended = terminated or truncated
+        expected.append(sum(rewards))
+    assert len({*expected}) == 4
+    assert script.evaluate(agent, probe(script, "Chain"), 4, 3) == pytest.approx(expected)
+
+
+def test_speed_leaves_out_the_first_iteration(script, small_args):
+    """charts/SPS counts from the end of the first iteration, in which functions are compiled."""
+    _, run_dir = script.train(small_args(num_steps=256, total_timesteps=2048))
+    events = EventAccumulator(str(run_dir)).Reload()
+    (first, last), (speed,) = events.Scalars("charts/learning_rate"), events.Scalars("charts/SPS")
+    assert speed.value == pytest.approx(1024 / (last.wall_time - first.wall_time), rel=0.3)
 
 
 def test_loaded_agent_acts_as_the_trained_one(script, small_args):
