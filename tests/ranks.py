@@ -23,7 +23,7 @@ class Recorded(gym.Env):
 
     def __init__(self, discrete):
         self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
-        self.first_seed, self.obs, self.rewards, self.ends = None, [], [], []
+        self.first_seed, self.obs, self.actions, self.rewards, self.ends = None, [], [], [], []
         MEMBERS.append(self)
 
     def observe(self):
@@ -39,6 +39,7 @@ class Recorded(gym.Env):
 
     def step(self, action):
         self.obs.append(self.current)  # what the policy saw
+        self.actions.append(np.array(action))
         self.rewards.append(float(np.float32(self.np_random.normal(2, 3))))
         self.ends.append(False)
         return self.observe(), self.rewards[-1], False, False, {}
@@ -85,6 +86,7 @@ def main():
     original, script.average_over_ranks = script.average_over_ranks, average_over_ranks
     agent, run_dir = script.train(script.parse_args(flags))
     record |= {"agent": agent.state_dict(), "has_folder": run_dir is not None}
+    record["actions"] = np.array([x.actions for x in MEMBERS])
     record["members"] = [(x.first_seed, np.array(x.obs), np.array(x.rewards), np.array(x.ends)) for x in MEMBERS]
     torch.save(record, Path(out) / f"rank-{os.environ['RANK']}.pt")
 

@@ -77,6 +77,10 @@ def test_two_ranks_train_as_one(script, tmp_path):
         stopped += len(update) < 6
     assert stopped and ranks[0]["kls"][1:] != ranks[1]["kls"][1:]
 
+    # The first policy is nearly the same noise everywhere. Each rank draws its own.
+    noise = [rank["actions"][:, :16].ravel() for rank in ranks]
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.6
+
     members = [member for rank in ranks for member in rank["members"]]
     assert len({seed for seed, *_ in members}) == len(members) == 8
     rows = np.concatenate([obs for _, obs, _, _ in members]).astype(np.float64)
