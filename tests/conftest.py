@@ -20,6 +20,8 @@ import probes  # noqa: E402, F401
 
 torch.set_num_threads(1)
 SCRIPTS = ["ppo_continuous", "ppo_discrete", "ppo_rnn"]
+# For services that are the same text in all scripts, and take long to try.
+ONE = pytest.mark.parametrize("script", SCRIPTS[:1], indirect=True)
 # What makes a run small enough for a test.
 SMALL = {
     "total_timesteps": 256,

@@ -220,6 +220,7 @@ def test_report_passes_over_other_folders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_wandb_run_of_a_folder_called_dot(script, small_args, monkeypatch):
+    """A resumed run goes on in the run of wandb that has the folder's name."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     _, run_dir = script.train(small_args())

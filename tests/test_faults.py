@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import flags_of, probe, run
+from conftest import ONE, flags_of, probe, run
 from test_run import LONG, rows, start, wait_for
 
 FAULTY = LONG | {"checkpoint_interval": 1, "num_envs": 2}
-ONE = pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 
 
 def resume_with_a_good_environment(script, run_dir):
@@ -45,6 +44,7 @@ def test_environment_that_breaks(script, tmp_path, name, message):
     resume_with_a_good_environment(script, run_dir)
 
 
+@ONE
 def test_asynchronous_environments_that_break(script, tmp_path):
     """Some raise and some do not: none of their processes keeps the run from ending with what was raised."""
     args = FAULTY | {"env_id": "probes:" + probe(script, "Some"), "num_envs": 4, "async_envs": True, "num_steps": 8}

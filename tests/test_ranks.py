@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ACTIONS, ROOT, TESTS, flags_of, probe, run
+from conftest import ACTIONS, ONE, ROOT, TESTS, flags_of, probe, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 SETTINGS = {"total_timesteps": 512, "num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 3}
@@ -112,7 +112,7 @@ def wait_for(condition, seconds=100):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@ONE
 def test_a_rank_dies(script, tmp_path):
     """The job ends with an error, not in a wait for ever. Its checkpoint is whole: one process goes on from it."""
     settings = SETTINGS | {"total_timesteps": 16_384, "checkpoint_interval": 1, "learning_rate": 1e-3}

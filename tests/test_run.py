@@ -17,7 +17,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import REAL_ENV, ROOT, TESTS, act, flags_of, probe, run, scalars
+from conftest import ONE, REAL_ENV, ROOT, TESTS, act, flags_of, probe, run, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -297,6 +297,7 @@ def test_nobody_reads_what_it_prints(script, tmp_path):
     assert checkpointed_step(script, tmp_path) == LONG["total_timesteps"]
 
 
+@ONE
 def test_kill_while_writing_a_checkpoint(script, tmp_path):
     """The process dies with half of its second checkpoint written: the first is whole, and the run goes on from it."""
     name = script.__name__
