@@ -527,14 +527,14 @@ def train(args, stop_signals=()):
         # ----------------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # new values too: --clip-vloss clips around them
+            if epoch > 0 and args.recompute_advantages:  # --clip-vloss then clips around the new values
                 values, advantages, returns = estimate_advantages(agent, *rollout)
             permutation = torch.randperm(B).to(device)
             tensors = (obs, actions, log_probs, values, advantages, returns, action_masks)
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                 gradient, metrics = compute_gradient(*minibatch)
-                if not all_metrics:  # no step yet: the KL is 0, and a rounding error must not move the learning rate
+                if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together

@@ -657,13 +657,13 @@ def train(args, stop_signals=()):
         # ----------------------------------------------------------------------------------------------------- update
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # new values too: --clip-vloss clips around them
+            if epoch > 0 and args.recompute_advantages:  # --clip-vloss then clips around the new values
                 values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # no step yet: the KL is 0, and a rounding error must not move the learning rate
+                if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together

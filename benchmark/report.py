@@ -515,7 +515,7 @@ def headline():
     """Markdown: MuJoCo beside CleanRL and the highest PPO figure found, and speed beside others, for README."""
     published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
     lines = [
-        "| task, 1M steps | last 100 episodes | 95% interval | seeds | CleanRL | highest PPO found |",
+        "| task, 1M steps | ours, last 100 episodes | 95% interval | seeds | CleanRL | highest PPO found |",
         "|---" * 6 + "|",
     ]
     for (env_id, *_), rows in read_suite("mujoco").items():

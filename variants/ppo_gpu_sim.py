@@ -528,7 +528,7 @@ def train(args, stop_signals=()):
             b_tensors = [x[:, permutation] for x in batch.values()]
             for minibatch in zip(*(x.split(C // args.num_minibatches, dim=1) for x in b_tensors)):  # (L or 1, M, ...)
                 gradient, metrics = compute_gradient(dict(zip(batch, minibatch)))
-                if not all_metrics:  # no step yet: the KL is 0, and a rounding error must not move the learning rate
+                if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
                     metrics["kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["kl"])  # ranks stop, or change lr, together
