@@ -537,9 +537,7 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    args = tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
-    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
-    return args
+    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
 
 
 def find_run(name, runs_dir):
@@ -826,10 +824,11 @@ def main():
     warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     args = parse_args()
+    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
-        checkpoint, env_id = load_checkpoint(args.evaluate or args.resume), args.env_id
-        args = parse_args(default=checkpoint["args"])
-        if ":" in args.env_id and args.env_id != env_id:  # importing a module runs its code
+        given, checkpoint = args, load_checkpoint(args.evaluate or args.resume)
+        args = dataclasses.replace(parse_args(default=checkpoint["args"]), resume=given.resume, evaluate=given.evaluate)
+        if ":" in args.env_id and args.env_id != given.env_id:  # importing a module runs its code
             fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
     if args.evaluate:
         checkpoint["agent"].args = args  # for --env-kwargs

@@ -590,9 +590,7 @@ def parse_args(argv=None, default=None):
     parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n")[0])
     args = parse(default=default)
     # ALE games have their own defaults: the command line is read once more, on top of those.
-    args = parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
-    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
-    return args
+    return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
 
 
 def find_run(name, runs_dir):
@@ -941,10 +939,11 @@ def main():
     warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     args = parse_args()
+    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
     if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
-        checkpoint, env_id = load_checkpoint(args.evaluate or args.resume), args.env_id
-        args = parse_args(default=checkpoint["args"])
-        if ":" in args.env_id and args.env_id != env_id:  # importing a module runs its code
+        given, checkpoint = args, load_checkpoint(args.evaluate or args.resume)
+        args = dataclasses.replace(parse_args(default=checkpoint["args"]), resume=given.resume, evaluate=given.evaluate)
+        if ":" in args.env_id and args.env_id != given.env_id:  # importing a module runs its code
             fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
     if args.evaluate:
         checkpoint["agent"].args = args  # for --env-kwargs

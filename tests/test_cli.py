@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,17 @@ def test_latest(script, small_args, monkeypatch, capsys):
     assert len(re.findall(r"returns: .*", capsys.readouterr().out)[-1].split()) == 4
     finished = call_main(script, ["--resume=latest", "--runs-dir=nowhere"], monkeypatch, capsys)
     assert_one_line(finished, "latest/checkpoint.pt is missing")
+
+
+def test_latest_of_a_copied_run(script, small_args, tmp_path, monkeypatch):
+    """It is that of --runs-dir, here ./runs, not of the folder that the run was made in."""
+    _, run_dir = script.train(small_args())
+    copy = shutil.copytree(run_dir, tmp_path / "elsewhere" / "runs" / run_dir.name)
+    script.train(small_args(seed=2))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr("sys.argv", [script.__name__, "--resume=latest", "--total-timesteps=512"])
+    script.main()
+    assert [script.load_checkpoint(folder)["global_step"] for folder in (copy, run_dir)] == [512, 256]
 
 
 def test_number_of_environments_alone(script, tmp_path, monkeypatch, capsys):
