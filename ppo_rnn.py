@@ -785,6 +785,8 @@ def make_envs(args, num_envs):
     mode = "async" if args.async_envs else "sync"
     try:
         kwargs = json.loads(args.env_kwargs)
+        if "ALE/" in args.env_id or "NoFrameskip" in args.env_id:  # it would play another game: colour, no frame skip
+            fail(f"--env-id {args.env_id}: this script has no Atari protocol: use ppo_discrete.py")
         make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
         envs = make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
