@@ -753,6 +753,7 @@ def compiled(function, args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
+        options["cpp.vec_isa_ok"] = True  # else torch starts a process, for a second, to try what the CPU says it can
         options["realize_opcount_threshold"] = 1  # else Adam's bias corrections are computed for every 16 parameters
     programs = []
 

@@ -103,9 +103,7 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps, or the unrolls, of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["exact", "current-value", "masked"] = (
-        "exact"  # exact: V(final obs); current-value: V(obs before the step)
-    )
+    timeouts: Literal["exact", "current-value", "masked"] = "exact"  # V(final obs), V(obs before the step), no error
     advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
@@ -784,6 +782,7 @@ def compiled(function, args, device):
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
+        options["cpp.vec_isa_ok"] = True  # else torch starts a process, for a second, to try what the CPU says it can
         options["realize_opcount_threshold"] = 1  # else Adam's bias corrections are computed for every 16 parameters
     programs = []
 
