@@ -535,13 +535,18 @@ def headline():
         cells = [cell + mark for cell, mark in zip(cells, marks)]
         cells = [env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    tuned = "With settings of its own"
+    for (env_id, *_), rows in read_suite("mujoco-tuned").items():
+        values = np.array([float(row["last_100_mean"]) for row in rows])
+        tuned += f" {env_id} reaches {number(values.mean(), values.max())} ({len(values)} seeds),"
     others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
     rows = [row for row in read_csv(RESULTS / "speed.csv") if row["case"] not in ("continuous-8-ranks", "rnn")]
     ratios = [float(row["ratio"]) for row in rows if row["contestant"] in others]
     text = (
         f"Speed at equal settings, one CPU thread: {min(ratios):.1f} to {max(ratios):.1f} times the steps per second of"
     )
-    return [*lines, "", f"{text} CleanRL, LeanRL, SB3 and sb3-contrib (`benchmark/results/speed.csv`)."]
+    lines += ["", f"{tuned[:-1]}: see [results](docs/results.md)."]
+    return [*lines, f"{text} CleanRL, LeanRL, SB3 and sb3-contrib (`benchmark/results/speed.csv`)."]
 
 
 def results_page():

@@ -3,14 +3,14 @@
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --env-ids Hopper-v4 --trials 30
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --env-ids Hopper-v4 Walker2d-v4 --seeds 3
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --trials 0     # what has been found
-    python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-ids Swimmer-v4 --begin-with gamma=0.999
+    python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-ids Swimmer-v4 --seeds 3 --trials 11
 
 A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. Of
 several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
 published figure (1). A trial's score is the median over its seeds, and the mean over tasks. After each seed, a trial
 that is below the median of the trials before it ends there. Seeds begin at 101: results are reported on other ones.
-The first trial has the script's default settings. --begin-with says what the next ones change: "gamma=0.95 vf_coef=0.5"
-is one trial.
+The first trial has the script's default settings. Where the file has `begin_with` for the task, the next ones change
+these settings.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
@@ -21,7 +21,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import re
 import signal
 import statistics
 import threading
@@ -48,7 +47,6 @@ class Args:  # the comments are what --help prints
     env_ids: tuple[str, ...] = ()  # tasks of every trial; none given: that of the sweep
     seeds: int = 1  # how many seeds of each task
     first_seed: int = 101  # the first of them
-    begin_with: tuple[str, ...] = ()  # settings to try first, each as "name=value name=value" beside the defaults
     trials: int = 20  # finished trials that the study shall have, those that ended early included
     jobs: int = 1  # trials at once in this process
     total_timesteps: int | None = None  # environment steps of a run; None: what the sweep says
@@ -127,9 +125,7 @@ def main():
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
-            for words in ("", *args.begin_with):
-                changes = re.findall(r"(\w+)=(.*?)(?= \w+=|$)", words)
-                changes = {name: yaml.safe_load(value) for name, value in changes}
+            for changes in ({}, *sweep.get("begin_with", {}).get(env_ids[0], [])):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
 
     stop, children = threading.Event(), set()

@@ -433,8 +433,8 @@ def test_sweeps(path):
 
 
 def test_tune(tmp_path):
-    """Two workers make one study; its first trial has the defaults; a score is the figure of the run; the same command
-    has nothing left to do."""
+    """Two workers make one study; its first trial has the defaults, the second what the file begins with; a score is
+    the figure of the run; the same command has nothing left to do."""
     small = yaml.safe_load((ROOT / "benchmark" / "sweeps" / "ppo_discrete.yaml").read_text())
     small["parameters"] = {name: small["parameters"][name] for name in ("env_id", "gamma", "learning_rate")}
     small["parameters"] |= {
@@ -442,6 +442,7 @@ def test_tune(tmp_path):
         "update_epochs": {"value": 1},
         "env_id": {"value": "CartPole-v1"},
     }
+    small["begin_with"] = {"CartPole-v1": [{"gamma": 0.98}]}
     (tmp_path / "sweep.yaml").write_text(yaml.dump(small))
     words = [str(tmp_path / "sweep.yaml"), "--study=s", f"--runs-dir={tmp_path}", "--total-timesteps=4096"]
     words += ["--trials=2", "--seeds=1"]
@@ -457,10 +458,9 @@ def test_tune(tmp_path):
         complete = [row for row in rows if row["state"] == "COMPLETE"]
         assert 2 <= len(complete) <= 3 and (workers == 2 or rows == found)
         found = rows
-    assert (float(rows[0]["gamma"]), float(rows[0]["learning_rate"])) == (
-        ppo_discrete.Args().gamma,
-        ppo_discrete.Args().learning_rate,
-    )
+    default = ppo_discrete.Args()
+    begun = [(float(row["gamma"]), float(row["learning_rate"])) for row in rows[:2]]
+    assert begun == [(default.gamma, default.learning_rate), (0.98, default.learning_rate)]
     for row in complete:
         assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 101"]), rel=1e-3)
     other = subprocess.run([*command, "--seeds=2"], capture_output=True, text=True, timeout=100)
