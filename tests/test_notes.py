@@ -333,6 +333,21 @@ def pendulum(task, gamma=0.9, **changes):
     return Runs({int(row["seed"]): float(row["last_100_mean"]) for row in rows})
 
 
+def tuned_task(task):
+    """With settings of its own."""
+    return runs("mujoco-tuned", task)
+
+
+def search(study, number):
+    """The figures of a trial of tune.py, by seed."""
+    (row,) = (row for row in table(f"tuning_{study}") if row["trial"] == str(number))
+    return Runs({int(name.split()[-1]): float(x) for name, x in row.items() if " seed " in name and x})
+
+
+def whole(found):
+    return ", ".join(f"{x:,.0f}" for x in found.values())
+
+
 def single(found):
     return ", ".join(shown(x) for x in found.values())
 
