@@ -65,7 +65,7 @@ SUITES = {
     "atari": "**Atari**, raw scores of whole games, no sticky actions. So far there is one run on one CPU core, with "
     "16 minibatches, learning rate 5e-4, clip range 0.2 and the script before it was rebuilt. The published settings "
     "have 4, 2.5e-4 and 0.1",
-    "memory": "**Tasks that need a memory**. The row of 10 seeds is of the script before it was rebuilt",
+    "memory": "**Tasks that need a memory**",
 }
 CURVE_POINTS = 50
 SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
