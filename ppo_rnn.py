@@ -213,9 +213,9 @@ class Memory(nn.Module):
         """T steps of n environments: inputs (T, n, I), episode_starts (T, n) bool, state (n, S) before the first step
         -> outputs (T, n, H), those of `step` with the state set to zero wherever an episode starts.
 
-        One call of the kernel behind nn.LSTM or nn.GRU. To set the state to zero, a reset row is inserted before every
-        start: an extra input, 1 in reset rows only, shuts the gates that would keep the state. sigmoid(-1e9) is exactly
-        0, and so is what passes a shut gate, forward and backward. With starts at t = 0 and 2 the kernel sees reset,
+        One call of the kernel behind nn.LSTM or nn.GRU. A reset row before every start sets the state to zero. An extra
+        input is 1 in reset rows only. Its weight -1e9 shuts the gates: sigmoid(-1e9) is exactly 0, so neither values
+        nor gradients pass. With starts at t = 0 and 2 the kernel sees reset,
         x[0], x[1], reset, x[2], ...; columns with fewer starts are padded with reset rows that nothing reads."""
         T, n = episode_starts.shape
         steps = torch.arange(T, device=inputs.device).unsqueeze(1)
@@ -231,7 +231,7 @@ class Memory(nn.Module):
             kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
             hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]  # cuDNN refuses views
         else:  # state = update * state + (1 - update) * candidate; reset shuts the state out of the candidate
-            # Reset, update, candidate, which without its bias is tanh(0).
+            # Order: reset, update, candidate. The third entry cancels the candidate's bias: tanh(0) is 0.
             kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]
             hx = state.unsqueeze(0).contiguous()
         weights = [torch.cat([weight_ih, torch.cat(gates).unsqueeze(1)], 1), weight_hh, bias_ih, bias_hh]
@@ -403,9 +403,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations, state):
     """Features of a whole rollout for estimate_advantages: of obs (T, N, *D), last_obs (N, *D), final_obs (E, *D).
 
-    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Rows are inserted,
-    as in Memory.unroll: a final observation comes after the last step of its episode and is no start, so that it sees
-    the memory of that episode. Rows left over at the end of a column are not read."""
+    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Each final
+    observation is inserted after the last step of its episode. It is no start, so it sees the memory of that episode.
+    Memory.unroll inserts its reset rows later. Nothing reads the rows left over at the end of a column."""
     T, N = truncations.shape
     columns = torch.arange(N, device=obs.device)
     rows = torch.arange(T + 1, device=obs.device).unsqueeze(1).repeat(1, N)
@@ -511,7 +511,7 @@ def train(args, stop_signals=()):
     torch.manual_seed(args.seed)  # networks start equal on all ranks
     torch.backends.cudnn.allow_tf32 = False  # so that replaying a minibatch gives what single steps gave
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's LSTM and GRU are not
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA's LSTM and GRU need it to be deterministic
     envs = make_envs(args, N)
     obs_shape = envs.single_observation_space.shape
     device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
@@ -785,7 +785,7 @@ def make_envs(args, num_envs):
     mode = "async" if args.async_envs else "sync"
     try:
         kwargs = json.loads(args.env_kwargs)
-        if "ALE/" in args.env_id or "NoFrameskip" in args.env_id:  # it would play another game: colour, no frame skip
+        if "ALE/" in args.env_id or "NoFrameskip" in args.env_id:  # else: whole frames in colour, sticky actions
             fail(f"--env-id {args.env_id}: this script has no Atari protocol: use ppo_discrete.py")
         make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
         envs = make(wrappers=[VectorMember])
