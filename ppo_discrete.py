@@ -83,7 +83,7 @@ class Args:  # the comments are what --help prints
     evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or ten times an episode during training, to RUN_DIR/videos
+    capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -321,7 +321,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
-    truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py all three are features."""
+    truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py they hold features, not observations."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
     # The row after a truncated step is the first of another episode; V(s_{t+1}) is that of the final observation.

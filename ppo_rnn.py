@@ -32,7 +32,7 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
 12. The state goes on from one rollout to the next. It is zero at the start of an episode: episode_starts[t] belongs to
     observation t. A final observation is seen with the memory of its own episode.
 13. A minibatch is made of whole environments (columns of the rollout). One call of PyTorch's LSTM or GRU kernel replays
-    it (Memory.unroll). The gradient goes back to the start of the episode or of the rollout.
+    it (Memory.unroll). The gradient goes back to the start of the episode, at most to that of the rollout.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
@@ -87,7 +87,7 @@ class Args:  # the comments are what --help prints
     evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or ten times an episode during training, to RUN_DIR/videos
+    capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -229,7 +229,7 @@ class Memory(nn.Module):
         shut = bias_ih.new_full((self.cell.hidden_size,), -1e9)
         if self.is_lstm:  # state = forget * state + input * candidate; output * tanh(state)
             kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
-            hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]  # cuDNN refuses views
+            hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]  # as cuDNN wants them
         else:  # state = update * state + (1 - update) * candidate; reset shuts the state out of the candidate
             # Order: reset, update, candidate. The third entry cancels the candidate's bias: tanh(0) is 0.
             kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]
@@ -425,7 +425,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
-    truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py all three are features."""
+    truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py they hold features, not observations."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
     # The row after a truncated step is the first of another episode; V(s_{t+1}) is that of the final observation.
@@ -555,8 +555,8 @@ def train(args, stop_signals=()):
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
         """tensors (T, n, ...), state (n, S) before them -> the gradient of ppo_loss as one vector, metrics
 
-        The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. Losses
-        and their gradients are one compiled call: as two, with autograd between them, they take twice as long."""
+        The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. One
+        compiled call gives the losses and their gradients. Two calls, with autograd between, take twice as long."""
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
         rows = features.detach().requires_grad_(), *(x.flatten(0, 1) for x in minibatch)
         (feature_gradient, *head_gradients), metrics = compute_head_gradients(*rows)
@@ -586,7 +586,7 @@ def train(args, stop_signals=()):
     step_rewards = np.zeros((T, N), np.float32)
     step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
-    # Row t belongs to obs[t], row T to the observation after the last step; before the first step all are starts.
+    # Row t belongs to obs[t], row T to last_obs. The next rollout copies row T to row 0. At first all are starts.
     step_starts = np.ones((T + 1, N), bool)
     state = agent.initial_state(N)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
