@@ -24,6 +24,7 @@ import json
 import signal
 import statistics
 import threading
+import warnings
 from pathlib import Path
 
 import tyro
@@ -94,6 +95,7 @@ def write_table(study, path):
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the heartbeat below
     sweep = yaml.safe_load(args.sweep.read_text())
     script, space = Path(sweep["program"]).stem, dict(sweep["parameters"])
     env_ids = args.env_ids or (space["env_id"]["value"],)
