@@ -504,10 +504,9 @@ def test_wandb(script, small_args, monkeypatch):
 
 
 # What draws without a display.
-DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Breakout-v5"}
+DRAWN = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "ALE/Breakout-v5", "ppo_rnn": "InvertedPendulum-v4"}
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_video(script, tmp_path):
     """--capture-video in training and in evaluation, on a simulator that can draw."""
     flags = flags_of(env_id=DRAWN[script.__name__], runs_dir=tmp_path, **SMALL | {"total_timesteps": 128})

@@ -4,8 +4,8 @@
     python benchmark/studies/speed_gpu_sim.py brax       # beside Brax's own PPO in JAX, on brax/ant
     python benchmark/studies/speed_gpu_sim.py learner --num-envs 256 --iterations 5     # a small size, for a CPU
 
-Answer (results/speed_gpu_sim.csv, the last command, three repeats): 12,789 on one CPU thread, 1.29 times rsl_rl's
-9,899. The other two need a GPU and have not been run.
+Answer (results/speed_gpu_sim.csv, the last command, three repeats): 12,680 on one CPU thread, 1.31 times rsl_rl's
+9,650. The other two need a GPU and have not been run.
 
 Both sides have the same networks, batch, minibatches and epochs, and take turns. Their first iterations, in which
 things are compiled, are not timed. The script uses the GPU where there is one. Rows go to results/speed_gpu_sim.csv.
