@@ -15,6 +15,7 @@ import statistics
 import sys
 from functools import cache, partial
 
+import gymnasium as gym
 import pytest
 import torch
 from conftest import ROOT
@@ -342,6 +343,11 @@ def search(study, number):
     """The figures of a trial of tune.py, by seed."""
     (row,) = (row for row in table(f"tuning_{study}") if row["trial"] == str(number))
     return Runs({int(name.split()[-1]): float(x) for name, x in row.items() if " seed " in name and x})
+
+
+def observed(env_id):
+    """How many numbers an observation has."""
+    return gym.spec(env_id).make().observation_space.shape[0]
 
 
 def whole(found):
