@@ -493,7 +493,7 @@ def train(args, stop_signals=()):
             step_terminations[t], step_truncations[t] = terminated, truncated
             global_step += args.num_envs
             if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
-                fail(f"{args.env_id} returned NaN or infinity in step {global_step}; the last checkpoint is kept", 1)
+                fail(f"{args.env_id} returned NaN or infinity in step {global_step}; the last checkpoint is kept")
             if truncated.any():  # next_obs belongs to the next episode already
                 raw_final_obs.extend(infos["final_obs"][truncated])
             episode_returns += reward
@@ -546,7 +546,7 @@ def train(args, stop_signals=()):
             if stop_update:
                 break
         if not flat_parameters.isfinite().all():
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
 
         # ------------------------------------------------------------------------------------------------ log and save
         scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -572,10 +572,13 @@ def train(args, stop_signals=()):
 # =============================================================================== services: no PPO from here to the end
 
 
-def fail(message, code=2):
-    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
+class Failure(ValueError, SystemExit):  # callers of `train` can catch a ValueError; a command ends with status 2
+    code = 2
+
+
+def fail(message):
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(code)
+    raise Failure(message)
 
 
 def parse_args(argv=None, default=None):
@@ -587,7 +590,7 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n")[0])
+    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n\nChoices")[0])
     args = parse(default=default)
     # ALE games have their own defaults: the command line is read once more, on top of those.
     return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
@@ -704,10 +707,10 @@ def read_action_masks(infos, num_envs, action_sizes):
         mask = infos["action_mask"][n]
         mask = np.hstack(mask if np.iterable(mask) else [mask])
         if mask.shape != masks[n].shape:
-            fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}', 1)
+            fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}')
         masks[n] = mask
     if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
-        fail('infos["action_mask"] forbids every choice in some dimension of the action', 1)
+        fail('infos["action_mask"] forbids every choice in some dimension of the action')
     return masks
 
 
@@ -913,8 +916,7 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
         env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
     episodic_returns = np.zeros(episodes)
     device = agent.obs_rms.mean.device
-    # Evaluation has random numbers of its own: those of training stay as they are.
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    # Evaluation has noise of its own: that of training stays as it is.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for episode in range(episodes):
@@ -926,8 +928,6 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
                 mask = infos.get("action_mask") if agent.args.mask_actions else None
                 obs, reward, terminated, truncated, infos = env.step(agent.predict(obs, deterministic, mask))
                 episodic_returns[episode] += reward
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
     env.close()
     return episodic_returns
 

@@ -139,7 +139,8 @@ def call_main(script, flags, monkeypatch, capsys):
         script.main()
 
     class Finished:
-        returncode, stderr = exit.value.code, capsys.readouterr().err
+        returncode = exit.value.code
+        stdout, stderr = capsys.readouterr()
 
     return Finished
 
@@ -154,6 +155,22 @@ def test_bad_input(script, case, tmp_path, monkeypatch, capsys):
     else:
         assert_one_line(finished, message)
     assert not (tmp_path / "runs").exists()
+
+
+def test_bad_input_of_train(script, tmp_path):
+    """A notebook gets a ValueError with the line."""
+    args = script.Args(runs_dir=str(tmp_path), **{"env_id": "NoSuch-v0"} | SMALL)
+    with pytest.raises(ValueError, match=r"^--env-id NoSuch-v0: .* doesn't exist"):
+        script.train(args)
+
+
+def test_help(script, monkeypatch, capsys):
+    """Begins with what the script is and with its commands."""
+    finished = call_main(script, ["--help"], monkeypatch, capsys)
+    assert finished.returncode == 0
+    head, _ = finished.stdout.split(" options ")
+    for flags in ("--env-id", "--resume runs/NAME", "--evaluate runs/NAME"):
+        assert f"python {script.__name__}.py {flags}" in head
 
 
 @ONE
@@ -453,23 +470,23 @@ for name, discrete in (("box", False), ("discrete", True)):
     "name, where", [("NanFirst", ""), ("NanReset", "NanReset-v0 returned NaN or infinity in step 36")]
 )
 def test_environment_that_resets_to_nan(script, small_args, name, where, capsys):
-    """One line, code 1, no checkpoint."""
+    """One line, code 2, no checkpoint."""
     args = small_args(env_id=probe(script, name), norm_obs=False)
     with pytest.raises(SystemExit) as exit:
         script.train(args)
     (error,) = capsys.readouterr().err.splitlines()
-    assert exit.value.code == 1 and "NaN or infinity" in error and where in error
+    assert exit.value.code == 2 and "NaN or infinity" in error and where in error
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
 @pytest.mark.parametrize("where", ["Obs", "Reward"])
 def test_environment_that_returns_nan(script, small_args, where, capsys):
-    """One line, code 1; the checkpoint of the last good iteration stays, and it can be resumed."""
+    """One line, code 2; the checkpoint of the last good iteration stays, and it can be resumed."""
     args = small_args(env_id=probe(script, f"Nan{where}"), total_timesteps=64 * 40, checkpoint_interval=1)
     with pytest.raises(SystemExit) as exit:
         script.train(args)
     error = capsys.readouterr().err
-    assert exit.value.code == 1 and re.search(r"Nan\S+ returned NaN or infinity in step 1200", error), error
+    assert exit.value.code == 2 and re.search(r"Nan\S+ returned NaN or infinity in step 1200", error), error
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
     assert saved["global_step"] == 1200 // 64 * 64
@@ -477,13 +494,13 @@ def test_environment_that_returns_nan(script, small_args, where, capsys):
 
 
 def test_weights_that_are_not_finite_are_not_saved(script, small_args, capsys):
-    """A resumed run that diverges ends in one line, code 1, and leaves the checkpoint as it was."""
+    """A resumed run that diverges ends in one line, code 2, and leaves the checkpoint as it was."""
     _, run_dir = script.train(small_args())
     before = (run_dir / "checkpoint.pt").read_bytes()
     more = {"learning_rate": 1e38, "max_grad_norm": 0.0, "total_timesteps": 1024, "checkpoint_interval": 1}
     with pytest.raises(SystemExit) as exit:
         script.train(small_args(resume=str(run_dir), anneal_lr=False, target_kl=None, **more))
-    assert exit.value.code == 1 and "gave NaN or infinity; the last checkpoint is kept" in capsys.readouterr().err
+    assert exit.value.code == 2 and "gave NaN or infinity; the last checkpoint is kept" in capsys.readouterr().err
     assert (run_dir / "checkpoint.pt").read_bytes() == before
 
 

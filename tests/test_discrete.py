@@ -220,7 +220,7 @@ def test_impossible_masks(args, monkeypatch, capsys, form, message):
     monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
     with pytest.raises(SystemExit) as exit:
         script.train(args(env_id="masks/Masked-v0"))
-    assert exit.value.code == 1 and message in capsys.readouterr().err
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_masks_of_some_environments_only():

@@ -1008,7 +1008,7 @@ def test_nan(tmp_path, capsys, monkeypatch, what):
     monkeypatch.setattr(torch_envs, "broken", Broken, raising=False)
     with pytest.raises(SystemExit) as stopped:
         script.train(make_args(tmp_path, env_id="torch_envs:broken", checkpoint_interval=1))
-    assert stopped.value.code == 1 and "NaN" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "NaN" in capsys.readouterr().err
     (run_dir,) = (tmp_path / "runs").iterdir()
     checkpoint = script.load_checkpoint(run_dir)
     assert checkpoint["global_step"] == 2 * 160

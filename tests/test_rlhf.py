@@ -906,7 +906,7 @@ def test_bad_input(small_args, folders, others, case, monkeypatch, capsys):
 
 
 def test_reward_that_is_not_finite(small_args, monkeypatch, capsys):
-    """One line, code 1; the last good iteration is saved and logged, and the run goes on from it."""
+    """One line, code 2; the last good iteration is saved and logged, and the run goes on from it."""
     original, calls = ppo_rlhf.get_scores, []
 
     def broken(*arguments):
@@ -917,7 +917,7 @@ def test_reward_that_is_not_finite(small_args, monkeypatch, capsys):
     args = small_args(checkpoint_interval=1)
     with pytest.raises(SystemExit) as exit:
         ppo_rlhf.train(args)
-    assert exit.value.code == 1 and "iteration 3: --reward-model gave NaN or infinity" in capsys.readouterr().err
+    assert exit.value.code == 2 and "iteration 3: --reward-model gave NaN or infinity" in capsys.readouterr().err
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     saved = ppo_rlhf.load_checkpoint(run_dir)
     assert saved["iteration"] == 2 and len(rows(run_dir)) == 2
@@ -975,7 +975,7 @@ def test_gradient_that_is_not_finite(small_args, monkeypatch, capsys):
     args = small_args(checkpoint_interval=1, num_minibatches=1, ppo_epochs=1)
     with pytest.raises(SystemExit) as exit:
         ppo_rlhf.train(args)
-    assert exit.value.code == 1 and "iteration 2 gave NaN or infinity" in capsys.readouterr().err
+    assert exit.value.code == 2 and "iteration 2 gave NaN or infinity" in capsys.readouterr().err
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     checkpoint = ppo_rlhf.load_checkpoint(run_dir)
     assert checkpoint["iteration"] == 1 and all(x.isfinite().all() for x in checkpoint["actor"].values())

@@ -473,7 +473,7 @@ def train(args, stop_signals=()):
             next_obs, next_critic_obs = split_obs(observed)
             if args.timeouts == "exact":
                 if "final_obs" not in infos:
-                    fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)", 1)
+                    fail(f"{args.env_id} gives no final_obs: use --timeouts current-value (or masked)")
                 raw_final_obs[t] = split_obs(infos["final_obs"])[1]  # for the critic
             episode_returns += rewards[t]
             episode_lengths += 1
@@ -485,7 +485,7 @@ def train(args, stop_signals=()):
             episode_lengths.masked_fill_(ended, 0.0)
         raw_obs[T], raw_critic_obs[T] = next_obs, next_critic_obs
         if not all(x.isfinite().all() for x in (rewards, raw_obs, raw_critic_obs)):
-            fail(f"{args.env_id} returned NaN or infinity in iteration {iteration}; the last checkpoint is kept", 1)
+            fail(f"{args.env_id} returned NaN or infinity in iteration {iteration}; the last checkpoint is kept")
 
         # ------------------------------------------------------------------------------------------------- advantages
         # Weights and statistics are still those of the rollout: one pass gives the values that a pass per step would.
@@ -538,7 +538,7 @@ def train(args, stop_signals=()):
             if stop_update:
                 break
         if not flat_parameters.isfinite().all():
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
 
         # ------------------------------------------------------------------------------------------------ log and save
         scalars = {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -569,10 +569,13 @@ def train(args, stop_signals=()):
 # =============================================================================== services: no PPO from here to the end
 
 
-def fail(message, code=2):
-    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
+class Failure(ValueError, SystemExit):  # callers of `train` can catch a ValueError; a command ends with status 2
+    code = 2
+
+
+def fail(message):
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(code)
+    raise Failure(message)
 
 
 def parse_args(argv=None, default=None):
@@ -583,7 +586,7 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n")[0])
+    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n\nChoices")[0])
     args = parse(default=default)
     if default is None:  # the defaults of --update, and the command line once more on top of them
         return parse(default=Args(**UPDATES[args.update]))
@@ -676,8 +679,7 @@ class BraxEnvs:
         info = [self.state.info[name] for name in ("truncation", "final_obs", "steps")]
         arrays = self.state.obs, self.state.reward, self.state.done, *info
         obs, rewards, done, truncations, final_obs, self.episode_length_buf = map(torch.from_dlpack, arrays)
-        truncations = truncations.bool()
-        return obs, rewards, done.bool() & ~truncations, truncations, {"final_obs": final_obs}
+        return obs, rewards, done.bool() & ~truncations.bool(), truncations.bool(), {"final_obs": final_obs}
 
 
 def group_observations(env):
@@ -735,8 +737,7 @@ def make_envs(args, num_envs, device):
         envs = GymEnvs(args.env_id, num_envs, device)
     action_space = envs.single_action_space
     if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
-        hint = "use ppo_discrete.py" if "Discrete" in str(action_space) else "a Box of real numbers is needed"
-        fail(f"{args.env_id} has {type(action_space).__name__} actions: {hint}")
+        fail(f"{args.env_id} has actions {action_space}: a Box of floats is needed (Discrete: use ppo_discrete.py)")
     if args.policy == "tanh" and not action_space.is_bounded():
         fail(f"{args.env_id} has actions without bounds: use --policy normal")
     return envs
@@ -947,7 +948,7 @@ def evaluate(agent, envs, seed, deterministic=True):
     device = agent.action_low.device
     running = torch.ones(envs.num_envs, dtype=torch.bool, device=device)
     episodic_returns, t = torch.zeros(envs.num_envs, device=device), 0
-    # Evaluation has random numbers of its own: those of training stay as they are.
+    # Evaluation has noise of its own: that of training stays as it is.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         obs, _ = envs.reset(seed=seed)

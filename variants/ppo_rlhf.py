@@ -333,7 +333,7 @@ def train(args, stop_signals=()):
                 parts.append((log_probs, ref_log_probs, values, scores))
         log_probs, ref_log_probs, values, scores = (torch.cat(x) for x in zip(*parts))  # scores (B,), others (B, R)
         if not scores.isfinite().all():
-            fail(f"iteration {iteration}: --reward-model gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"iteration {iteration}: --reward-model gave NaN or infinity; the last checkpoint is kept")
 
         # ------------------------------------------------------------------------------------------------- advantages
         kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # summed per answer, its mean estimates the KL
@@ -377,7 +377,7 @@ def train(args, stop_signals=()):
                     }
                 all_metrics.append({name: metric.detach() for name, metric in metrics.items()})
         if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept", 1)
+            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
 
         # ------------------------------------------------------------------------------------------------ log and save
         ended = (mask & (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id)).any(-1)
@@ -424,10 +424,13 @@ def train(args, stop_signals=()):
 # =============================================================================== services: no PPO from here to the end
 
 
-def fail(message, code=2):
-    """Exit with one line. Code 2: bad input, and nothing has been written; code 1: something broke during the run."""
+class Failure(ValueError, SystemExit):  # callers of `train` can catch a ValueError; a command ends with status 2
+    code = 2
+
+
+def fail(message):
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(code)
+    raise Failure(message)
 
 
 def parse_args(argv=None, default=None):
@@ -438,7 +441,7 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n")[0])
+    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n\nChoices")[0])
 
 
 def check_args(args, num_ranks=1):

@@ -131,8 +131,8 @@ def random_value(rng, field):
 
 
 def flags(script, folder, tries=2000):
-    """Command lines at random: each trains two iterations, is refused with status 2, or ends with status 1 because the
-    update gave infinity. All else is a fault of the script."""
+    """Command lines at random: each trains two iterations, is refused with status 2, or ends so because the update
+    gave infinity. All else is a fault of the script."""
     module, rng, outcomes, faults = load_script(script), random.Random(0), {}, []
     skipped = {"runs_dir", "resume", "evaluate", "track", "wandb_project_name", "wandb_entity", "capture_video"}
     fields = [field for field in dataclasses.fields(module.Args) if field.name not in skipped]
@@ -157,11 +157,9 @@ def flags(script, folder, tries=2000):
             outcome = "trained" if finite else "NOT FINITE"
         except SystemExit as end:
             lines = errors.getvalue().strip().splitlines()
-            refused = end.code == 2 and lines
-            blown = end.code == 1 and "NaN or infinity" in lines[-1]
-            outcome = (
-                "refused" if refused else "ended because a number was not finite" if blown else f"STATUS {end.code}"
-            )
+            outcome = "refused" if end.code == 2 and lines else f"STATUS {end.code}"
+            if outcome == "refused" and "NaN or infinity" in lines[-1]:
+                outcome = "ended because a number was not finite"
         except Exception:
             outcome = "TRACEBACK"
             faults.append((words, traceback.format_exc().strip().splitlines()[-1]))
