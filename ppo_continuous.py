@@ -423,7 +423,7 @@ def train(args, stop_signals=()):
     # --stagger-envs brings the time limits of the first episodes forward, each by another amount. Otherwise all would
     # end together, and a batch would hold one phase of the episode.
     elapsed_steps = np.zeros(N, dtype=int)
-    if args.stagger_envs and envs.spec.max_episode_steps:
+    if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
         elapsed_steps = (rank * N + np.arange(N)) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
     shortened = elapsed_steps > 0  # bool (N,): first episodes that end early; they are not logged
@@ -453,7 +453,7 @@ def train(args, stop_signals=()):
             episode_lengths += 1
             for n in np.flatnonzero(terminated | truncated):
                 if not shortened[n]:
-                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # a list of one
+                    (numbers,) = infos["final_info"]["numbers"][n] if "numbers" in infos.get("final_info", ()) else [{}]
                     episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
@@ -594,13 +594,16 @@ class VectorMember(gym.Wrapper):
 def make_envs(args, num_envs):
     """A vector of num_envs environments in autoreset mode SAME_STEP: the step that ends an episode returns the first
     observation of the next one, and the final observation in infos["final_obs"]."""
+    same_step, mode = gym.vector.AutoresetMode.SAME_STEP, "async" if args.async_envs else "sync"
     # Workers are forked: they inherit main's signal handlers, so Ctrl-C does not end them within an iteration.
-    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
-    mode = "async" if args.async_envs else "sync"
+    options = {"autoreset_mode": same_step} | ({"context": "fork"} if args.async_envs else {})
     try:
         kwargs = json.loads(args.env_kwargs)
         make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
-        envs = make(wrappers=[VectorMember])
+        try:  # the environment's own vector, in native threads: few have one, and not all of these know SAME_STEP
+            envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=same_step, **kwargs)
+        except (gym.error.Error, TypeError):
+            envs = make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
         if not (isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1):  # flattening takes time
             envs.close()
@@ -609,6 +612,10 @@ def make_envs(args, num_envs):
                 print(f"{args.env_id}: images are flattened, see docs/your-environment.md", file=sys.stderr)
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
+    if envs.metadata["autoreset_mode"] != same_step:
+        fail(f"--env-id {args.env_id}: its vector begins the next episode in the next step, SAME_STEP is needed")
+    if args.stagger_envs and not hasattr(envs, "set_attr"):
+        print(f"{args.env_id}: first episodes are not staggered, its vector has no set_attr", file=sys.stderr)
     action_space = envs.single_action_space
     if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
         fail(f"{args.env_id} has actions {action_space}: a Box of floats is needed (Discrete: use ppo_discrete.py)")

@@ -9,6 +9,7 @@
 """Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for discrete and Box actions, in one file.
 
     python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
+    python ppo_rnn.py --env-id ALE/Breakout-v5           # an Atari game, with settings of its own (ATARI below)
     python ppo_rnn.py --resume runs/NAME                 # go on after Ctrl-C, a kill or a crash
     python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent
     torchrun --nproc-per-node 2 ppo_rnn.py               # train in two processes, which share the environments
@@ -27,11 +28,12 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
     An action that infos["action_mask"] forbids has probability 0, in the update too.
  9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
     CNN. Every other observation is flattened into a vector.
-10. The environment gets a Box action clipped to its bounds. The policy learns from the unclipped action.
-11. Actor and critic share the memory, unless --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
-12. The state goes on from one rollout to the next. It is zero at the start of an episode: episode_starts[t] belongs to
+10. ALE games follow the published PPO tables, as in ppo_discrete.py. The memory outlasts a lost life, as the game does.
+11. The environment gets a Box action clipped to its bounds. The policy learns from the unclipped action.
+12. Actor and critic share the memory, unless --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
+13. The state goes on from one rollout to the next. It is zero at the start of an episode: episode_starts[t] belongs to
     observation t. A final observation is seen with the memory of its own episode.
-13. A minibatch is made of whole environments (columns of the rollout). One call of PyTorch's LSTM or GRU kernel replays
+14. A minibatch is made of whole environments (columns of the rollout). One call of PyTorch's LSTM or GRU kernel replays
     it (Memory.unroll). The gradient goes back to the start of the episode, at most to that of the rollout.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
@@ -92,7 +94,7 @@ class Args:  # the comments are what --help prints
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
-    env_id: str = "CartPole-v1"  # a gymnasium id with discrete or Box actions
+    env_id: str = "CartPole-v1"  # a gymnasium id with discrete or Box actions; ALE/NAME-v5 for Atari games
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
@@ -101,6 +103,7 @@ class Args:  # the comments are what --help prints
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
+    clip_reward: bool = False  # learn from the sign of the rewards only (ALE: on)
     # --- memory and policy
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
     hidden_size: int = 128  # units of the memory (H)
@@ -127,6 +130,17 @@ class Args:  # the comments are what --help prints
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
     target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
     desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
+
+
+# Defaults for ALE games, in place of those above. Only the command line applies them, as in ppo_discrete.py.
+ATARI = {
+    "total_timesteps": 10_000_000,
+    "recompute_advantages": False,
+    "clip_coef": 0.1,
+    "clip_reward": True,
+    "norm_reward": False,
+    "eval_deterministic": False,
+}
 
 
 # =============================================================================================================== agent
@@ -590,14 +604,15 @@ def train(args, stop_signals=()):
     step_starts = np.ones((T + 1, N), bool)
     state = agent.initial_state(N)
     discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
-    episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+    episode_returns, episode_lengths, frame_numbers = np.zeros(N), np.zeros(N, dtype=int), np.zeros(N, dtype=int)
 
     run = Run(args, rank, num_iterations, global_step, seconds, device)
+    env_seeds = np.array(env_seeds) if is_atari(args.env_id) else env_seeds  # ale-py takes an array
     next_obs, infos = envs.reset(seed=env_seeds)  # raw
     # --stagger-envs brings the time limits of the first episodes forward, each by another amount. Otherwise all would
     # end together, and a batch would hold one phase of the episode.
     elapsed_steps = np.zeros(N, dtype=int)
-    if args.stagger_envs and envs.spec.max_episode_steps:
+    if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
         elapsed_steps = (rank * N + np.arange(N)) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
     shortened = elapsed_steps > 0  # bool (N,): first episodes that end early; they are not logged
@@ -620,8 +635,8 @@ def train(args, stop_signals=()):
             obs[t], actions[t], log_probs[t], env_actions, state = act(*seen, state)
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
             truncated = truncated & ~terminated  # with both set it terminated
-            step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
-            step_starts[t + 1] = terminated | truncated
+            step_rewards[t] = np.sign(reward) if args.clip_reward else reward
+            step_terminations[t], step_truncations[t] = terminated, truncated
             global_step += args.num_envs
             if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
                 fail(f"{args.env_id} returned NaN or infinity in step {global_step}; the last checkpoint is kept")
@@ -629,9 +644,13 @@ def train(args, stop_signals=()):
                 raw_final_obs.extend(infos["final_obs"][truncated])
             episode_returns += reward
             episode_lengths += 1
-            for n in np.flatnonzero(terminated | truncated):
+            over = terminated | truncated
+            if is_atari(args.env_id):  # a lost life terminates too; only a new game has a lower frame number
+                over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
+            step_starts[t + 1] = over
+            for n in np.flatnonzero(over):
                 if not shortened[n]:
-                    (numbers,) = infos["final_info"]["numbers"][n] if "final_info" in infos else [{}]  # a list of one
+                    (numbers,) = infos["final_info"]["numbers"][n] if "numbers" in infos.get("final_info", ()) else [{}]
                     episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
@@ -719,7 +738,10 @@ def parse_args(argv=None, default=None):
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
     whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
     text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n\nChoices")[0])
+    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n\nChoices")[0])
+    args = parse(default=default)
+    # ALE games have their own defaults: the command line is read once more, on top of those.
+    return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
 
 
 def find_run(name, runs_dir):
@@ -772,6 +794,10 @@ class VectorMember(gym.Wrapper):
         return copy.deepcopy(obs), reward, terminated, truncated, mask | {"numbers": [numbers]}
 
 
+def is_atari(env_id):
+    return env_id.removeprefix("ale_py:").startswith("ALE/")
+
+
 def is_image(space):
     """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
     if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
@@ -783,15 +809,23 @@ def is_image(space):
 def make_envs(args, num_envs):
     """A vector of num_envs environments in autoreset mode SAME_STEP: the step that ends an episode returns the first
     observation of the next one, and the final observation in infos["final_obs"]."""
+    if "NoFrameskip" in args.env_id:
+        fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
+    same_step, mode = gym.vector.AutoresetMode.SAME_STEP, "async" if args.async_envs else "sync"
     # Workers are forked: they inherit main's signal handlers, so Ctrl-C does not end them within an iteration.
-    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP} | ({"context": "fork"} if args.async_envs else {})
-    mode = "async" if args.async_envs else "sync"
+    options = {"autoreset_mode": same_step} | ({"context": "fork"} if args.async_envs else {})
     try:
         kwargs = json.loads(args.env_kwargs)
-        if "ALE/" in args.env_id or "NoFrameskip" in args.env_id:  # else: whole frames in colour, sticky actions
-            fail(f"--env-id {args.env_id}: this script has no Atari protocol: use ppo_discrete.py")
+        if is_atari(args.env_id):  # ale-py has a vector of games in native threads
+            kwargs = {"reward_clipping": False, "repeat_action_probability": 0.0} | kwargs
+            kwargs |= {"episodic_life": False, "life_loss_info": True}  # a lost life is `terminated`, the game goes on
+            kwargs |= {"autoreset_mode": options["autoreset_mode"]}  # below: "ale_py:" makes gymnasium import it
+            return gym.make_vec("ale_py:" + args.env_id.removeprefix("ale_py:"), num_envs, **kwargs)
         make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
-        envs = make(wrappers=[VectorMember])
+        try:  # the environment's own vector, in native threads: few have one, and not all of these know SAME_STEP
+            envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=same_step, **kwargs)
+        except (gym.error.Error, TypeError):
+            envs = make(wrappers=[VectorMember])
         obs_space = envs.single_observation_space
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
         if not is_vector and not is_image(obs_space):  # flattening takes time
@@ -801,6 +835,10 @@ def make_envs(args, num_envs):
                 print(f"{args.env_id}: images are flattened, see docs/your-environment.md", file=sys.stderr)
     except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
         fail(f"--env-id {args.env_id}: {error}")
+    if envs.metadata["autoreset_mode"] != same_step:
+        fail(f"--env-id {args.env_id}: its vector begins the next episode in the next step, SAME_STEP is needed")
+    if args.stagger_envs and not hasattr(envs, "set_attr"):
+        print(f"{args.env_id}: first episodes are not staggered, its vector has no set_attr", file=sys.stderr)
     actions, discrete = envs.single_action_space, ("Discrete", "MultiDiscrete", "MultiBinary")
     is_real = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
     if not is_real and type(actions).__name__ not in discrete:
@@ -1015,7 +1053,15 @@ def restore(run_dir, agent, optimizer):
 
 
 def make_evaluation_env(env_id, env_kwargs, draw):
+    """One environment, which sees an ALE game as ale-py's vector of games does, by gymnasium's wrappers."""
     options = json.loads(env_kwargs) | ({"render_mode": "rgb_array"} if draw else {})
+    if is_atari(env_id):
+        import ale_py
+
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
+        options = {"frameskip": 1, "repeat_action_probability": 0.0} | options
+        env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
+        return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
     env = VectorMember(gym.make(env_id, **options))
     return env if is_image(env.observation_space) else gym.wrappers.FlattenObservation(env)
 
@@ -1033,6 +1079,8 @@ def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, n
         torch.manual_seed(seed)
         for episode in range(episodes):
             obs, infos = env.reset(seed=seed + episode)
+            if is_atari(env_id) and env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]:
+                obs, *_ = env.step(1)  # ale-py's vector of games does this too, but for 1 frame; here it is a step of 4
             state = None
             terminated = truncated = False
             while not (terminated or truncated):

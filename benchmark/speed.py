@@ -5,6 +5,8 @@
     python benchmark/speed.py continuous-1 continuous-8 discrete --cleanrl PATH --leanrl PATH   # SB3, and checkouts
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
     python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
+    python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool, --async-envs (envpool_envs.py)
+    python benchmark/speed.py continuous-8-envpool --cleanrl PATH  # EnvPool beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
@@ -67,6 +69,10 @@ SIMULATOR = """
 import gymnasium
 mode = gymnasium.vector.AutoresetMode.SAME_STEP
 envs = gymnasium.make_vec({env_id!r}, {envs}, "sync", vector_kwargs={{"autoreset_mode": mode}})
+"""
+ENVPOOL_SIMULATOR = """
+import gymnasium
+envs = gymnasium.make_vec({env_id!r}, {envs})
 """
 ATARI_SIMULATOR = """
 import sys; sys.path.insert(0, {root!r})
@@ -157,13 +163,27 @@ def rnn_case(separate):
     return {"sb3-contrib": (peer, 4096, 16384), "ppo_rnn": (ours("ppo_rnn", **flags), 8192, 106496)}
 
 
-def continuous_case(envs, steps, cleanrl, leanrl=None, ranks=1):
-    """CleanRL's settings; observations and rewards are normalised by all. Only this repository has ranks."""
+def cores_case(task, short, long):
+    """The default settings. A simulator alone has one core, EnvPool's has all."""
+    native, one = f"benchmark.envpool_envs:EnvPool/{task}", '{"num_threads": 1}'
+    return {
+        "gymnasium": (ours("ppo_continuous", env_id=task), short, long),
+        "gymnasium, --async-envs": (ours("ppo_continuous", env_id=task, async_envs=True), short, long),
+        "EnvPool, one thread": (ours("ppo_continuous", env_id=native, env_kwargs=one), short, long),
+        "ppo_continuous with EnvPool": (ours("ppo_continuous", env_id=native), short, long),
+        "simulator": (simulator(task, 100), short, long),
+        "EnvPool's simulator": (simulator(native, 100, ENVPOOL_SIMULATOR), short, long),
+    }
+
+
+def continuous_case(envs, steps, cleanrl, leanrl=None, ranks=1, task="HalfCheetah-v4"):
+    """CleanRL's settings; observations and rewards are normalised by all. Only this repository has ranks and EnvPool's
+    simulator, which `task` can name."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     flags_of_ours = {"kl_coef": 0, "target_kl": None, "log_std_init": 0, "anneal_std": False}
     flags_of_ours |= {"log_std_min": None, "log_std_max": None, "stagger_envs": False}
-    mine = ours("ppo_continuous", **flags, **flags_of_ours, recompute_advantages=False)
+    mine = ours("ppo_continuous", **flags | flags_of_ours | {"env_id": task}, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
     if cleanrl:
@@ -207,6 +227,9 @@ def make_cases(cleanrl=None, leanrl=None):
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
         "continuous-8-ranks": continuous_case(8, 256, cleanrl, ranks=2),
+        "continuous-8-envpool": continuous_case(8, 256, cleanrl, task="benchmark.envpool_envs:EnvPool/HalfCheetah-v4"),
+        "cores": cores_case("HalfCheetah-v4", 16000, 146000),
+        "cores-humanoid": cores_case("Humanoid-v4", 16000, 66000),
         "discrete": discrete_case(cleanrl),
         "ranks": {
             "one process": (ours("ppo_continuous"), 16000, 316000),

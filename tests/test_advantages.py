@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import golden, probe, without_memory
+from conftest import ONE, golden, probe, without_memory
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -112,6 +112,21 @@ def test_zero_advantage_probe(script, small_args, monkeypatch, end, gae_lambda):
     out of step, over eight rollouts: every advantage is zero, in the first epoch and when recomputed."""
     monkeypatch.setitem(gym.registry[probe(script, "Chain")].kwargs, "end", end)
     args = small_args(env_id=probe(script, "Chain"), gae_lambda=gae_lambda, total_timesteps=8 * 24, **CHAIN)
+    advantages = advantages_of_a_run_on_the_chain(script, args, monkeypatch)
+    assert advantages.abs().max() < 1e-6
+
+
+@ONE
+def test_zero_advantage_probe_of_an_environments_own_vector(script, small_args, monkeypatch):
+    """Through `vector_entry_point`. The environment could not be made in any other way."""
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+
+    def make_chains(num_envs, autoreset_mode):
+        assert autoreset_mode == same_step
+        return gym.make_vec("box/Chain-v0", num_envs, "sync", vector_kwargs={"autoreset_mode": same_step})
+
+    gym.register("native/Chain-v0", vector_entry_point=make_chains)
+    args = small_args(env_id="native/Chain-v0", total_timesteps=8 * 24, **CHAIN)
     advantages = advantages_of_a_run_on_the_chain(script, args, monkeypatch)
     assert advantages.abs().max() < 1e-6
 

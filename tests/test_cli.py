@@ -535,3 +535,36 @@ def test_video(script, tmp_path):
     assert finished.returncode == 0, finished.stderr
     videos = list((run_dir / "videos").glob("*.mp4"))
     assert len(videos) == 3 and all(path.stat().st_size > 1000 for path in videos)
+
+
+class Native(gym.vector.VectorEnv):
+    """A vector that an environment brings along: Chains, in the autoreset mode that is asked for or in another."""
+
+    def __init__(self, num_envs, autoreset_mode, mode=None):
+        self.envs = gym.make_vec(
+            "box/Chain-v0", num_envs, "sync", vector_kwargs={"autoreset_mode": mode or autoreset_mode}
+        )
+        self.single_observation_space = self.envs.single_observation_space
+        self.single_action_space, self.metadata = self.envs.single_action_space, dict(self.envs.metadata)
+        self.num_envs = num_envs
+
+    def reset(self, *, seed=None, options=None):
+        return self.envs.reset(seed=seed)
+
+    def step(self, actions):
+        return self.envs.step(actions)
+
+
+gym.register("native/SameStep-v0", vector_entry_point=Native)
+gym.register("native/NextStep-v0", vector_entry_point=Native, kwargs={"mode": gym.vector.AutoresetMode.NEXT_STEP})
+
+
+@ONE
+def test_environment_with_a_vector_of_its_own(script, small_args, capsys):
+    """One that restarts in the next step is refused. One without set_attr trains, not staggered."""
+    with pytest.raises(ValueError, match="its vector begins the next episode in the next step, SAME_STEP is needed"):
+        script.train(small_args(env_id="native/NextStep-v0"))
+    args = small_args(env_id="native/SameStep-v0", stagger_envs=True)
+    _, run_dir = script.train(args)
+    assert "first episodes are not staggered, its vector has no set_attr" in capsys.readouterr().err
+    assert len((run_dir / "episodes.csv").read_text().splitlines()) > 40

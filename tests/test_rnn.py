@@ -671,11 +671,3 @@ def test_compiled_equals_eager(args, env_id, cell):
     flags = {"env_id": env_id, "cell": cell, "separate_critic_rnn": True, "total_timesteps": 3 * 64}
     eager, compiled = (script.train(args(compile=c, **flags))[0].state_dict() for c in (False, True))
     torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-4)
-
-
-def test_atari_is_refused(capsys):
-    """Without its protocol a run would learn another game: whole frames in colour, sticky actions."""
-    for env_id in ("ALE/Pong-v5", "ale_py:ALE/Pong-v5"):
-        with pytest.raises(SystemExit) as exit:
-            script.train(script.Args(env_id=env_id))
-        assert exit.value.code == 2 and "use ppo_discrete.py" in capsys.readouterr().err
