@@ -22,6 +22,10 @@ SUITES = {  # script, task, flags
     ],
     "mujoco": [("ppo_continuous", f"{name}-v4", "") for name in MUJOCO.split()],
     "mujoco-tuned": [("ppo_continuous", env_id, flags) for env_id, flags in TUNED.items()],
+    "mujoco-envpool": [
+        ("ppo_continuous", f"benchmark.envpool_envs:EnvPool/{name}-v4", '--env-kwargs={"num_threads":1}')
+        for name in ("HalfCheetah", "Hopper", "Walker2d")
+    ],
     "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],
     "atari": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
     "atari57": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ATARI.split()],
