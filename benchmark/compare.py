@@ -19,7 +19,9 @@ def read(path):
     runs = defaultdict(list)
     with open(path) as file:
         for row in csv.DictReader(file):
-            runs[row["script"], row["env_id"], row["flags"]].append(float(row["last_100_mean"]))
+            task = row["env_id"].removeprefix("benchmark.envpool_envs:EnvPool/")  # beside gymnasium's
+            flags = row["flags"].removeprefix('--env-kwargs={"num_threads":1}')
+            runs[row["script"], task, flags].append(float(row["last_100_mean"]))
     return runs
 
 

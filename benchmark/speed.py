@@ -23,7 +23,8 @@ Every contestant trains twice, briefly and longer, one thread each. The differen
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
 nothing has been compiled yet, is measured once, and counted in the steps/s of a first run of a million steps. The
 "simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed and
-written to results/speed.csv, or speed-before.csv with --before. The machine should have nothing else to do.
+written to results/speed.csv, speed-cores.csv, or speed-before.csv with --before. The machine should have nothing
+else to do.
 """
 
 import csv
@@ -44,7 +45,8 @@ from report import RESULTS, ROOT
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["steps_per_second_1m", "repeats", "single_runs", "versions"]
-PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib")
+CORES = ("cores", "cores-humanoid", "continuous-8-envpool")  # cases in which simulators may use all cores
+PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "envpool")
 
 SB3 = """
 import sys; sys.path.insert(0, {root!r})
@@ -325,15 +327,16 @@ def main():
     if args.cpu_time and not args.before:
         fail("--cpu-time goes with --before")
     checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
-    path, cases = RESULTS / "speed.csv", make_cases(*checkouts)
+    cases = make_cases(*checkouts)
     if args.before:
-        path = RESULTS / "speed-before.csv"
         cases = {case: beside(args.before.absolute(), cases[case]) for case in args.cases}
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
-    for row in rows:
-        if args.scale == 1 and row["case"] in args.cases and row["contestant"] not in cases[row["case"]]:
-            fail(f"speed.csv has {row['contestant']} for {row['case']}: give its path too, or delete that row")
     for case in args.cases:
+        name = "speed-before" if args.before else "speed-cores" if case in CORES else "speed"
+        path = RESULTS / f"{name}.csv"
+        rows = list(csv.DictReader(path.open())) if path.exists() else []
+        for row in rows:
+            if args.scale == 1 and row["case"] == case and row["contestant"] not in cases[case]:
+                fail(f"{path.name} has {row['contestant']} for {case}: give its path too, or delete that row")
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
         new = measure(case, scaled, args.repeats, args.cpu_time)
         for row in new:

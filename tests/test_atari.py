@@ -237,3 +237,10 @@ def test_memory_outlasts_a_lost_life(script, game, monkeypatch):
     monkeypatch.setattr(script, "replay_rollout", spy)
     run_dir, steps, _ = game("Breakout", total_timesteps=4 * 500)
     assert sum(starts) == len(episodes_of(run_dir)) > 1 and sum(step[3].sum() for step in steps) > 4 * sum(starts)
+
+
+@pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
+def test_gradient_of_the_nature_cnn(script, args):
+    """Compiled, at Atari's minibatch of 256: the run would end if it were not that of eager mode."""
+    flags = {"env_id": "ALE/Breakout-v5", "num_envs": 2, "num_minibatches": 1, "update_epochs": 1, "compile": True}
+    script.train(args(**script.ATARI | flags | {"total_timesteps": 256}))

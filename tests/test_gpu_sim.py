@@ -955,7 +955,7 @@ def test_matrix_products_on_cuda(monkeypatch):
         (["--unroll-length", "7"], "--unroll-length 7 must divide --num-steps 10"),
         (["--unroll-length", "0"], "--unroll-length must be"),
         (["--recompute-targets"], "needs --unroll-length"),
-        (["--num-minibatches", "7"], "must divide 160 steps or unrolls, as [4, 5, 8] do"),
+        (["--num-minibatches", "7"], "must divide 160 steps or unrolls as [4, 5, 8]"),
         (["--update", "google", "--timeouts", "exact"], "neither --timeouts exact"),
         (["--update", "google", "--norm-adv", "rollout"], "nor --norm-adv rollout"),
         (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),

@@ -442,3 +442,20 @@ def test_compiled_functions_refuse_other_shapes_and_types():
     for other in (x[:5], torch.randn(9, 4), x.double(), torch.randn(4, 8).T):
         with pytest.raises(RuntimeError):
             function(other)
+
+
+def test_compiled_gradient_that_is_wrong():
+    """A function that gives another result when it is compiled: torch.compile has done that to a gradient."""
+    import ppo_continuous
+
+    def gradient(x, factor):
+        return x * (factor if torch.compiler.is_compiling() else 1.0), {}
+
+    x, device = torch.randn(8), torch.device("cpu")
+    for factor in (1.001, 0.9):
+        function = ppo_continuous.compiled(lambda x: gradient(x, factor), ppo_continuous.Args(), device, check=True)  # noqa: B023
+        if factor > 1:
+            torch.testing.assert_close(function(x)[0], 1.001 * x)
+        else:
+            with pytest.raises(ValueError, match=r"gives a wrong gradient for these sizes: use --no-compile"):
+                function(x)

@@ -62,6 +62,7 @@ import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -420,7 +421,7 @@ def train(args, stop_signals=()):
         action = mean + std * torch.randn_like(mean)
         return action, agent.to_env_action(action)
 
-    @partial(compiled, args=args, device=device)
+    @partial(compiled, args=args, device=device, check=True)
     def compute_gradient(minibatch):
         """{name: tensor} -> the gradient of ppo_loss as one vector, metrics"""
         loss, metrics = ppo_loss(agent, args, minibatch)
@@ -611,9 +612,8 @@ def check_args(args, num_ranks=1):
     if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
         fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
     if (size := batch_size // num_ranks // (args.unroll_length or 1)) % args.num_minibatches:
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest = sorted(sorted(divisors, key=lambda d: abs(d - args.num_minibatches))[:3])
-        fail(f"--num-minibatches {args.num_minibatches} must divide {size} steps or unrolls, as {nearest} do")
+        nearest = sorted((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - args.num_minibatches))
+        fail(f"--num-minibatches {args.num_minibatches} must divide {size} steps or unrolls as {sorted(nearest[:3])}")
     if args.anneal_lr and args.desired_kl is not None:
         fail("--anneal-lr does not go with --desired-kl, which moves the learning rate too: give --desired-kl None")
     if args.recompute_targets and (not args.unroll_length or args.timeouts == "exact" or args.norm_adv == "rollout"):
@@ -626,10 +626,9 @@ class VectorEnvs(Protocol):
     reset(seed) -> observations, infos
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
-    Observations are a tensor (N, D), or {"policy": (N, D), "critic": (N, P)} where the critic sees other things than
-    the actor. The step that ends an episode returns the first observation of the next one. --timeouts exact needs
-    infos["final_obs"], which is what was observed after this very step. Isaac Lab does not give it. --stagger-envs
-    needs max_episode_length and episode_length_buf (N,), the steps of the present episodes, to be set after a reset."""
+    Observations are a tensor (N, D), or {"policy": (N, D), "critic": (N, P)}. The step that ends an episode returns the
+    first observation of the next one. --timeouts exact needs infos["final_obs"], which Isaac Lab does not give.
+    --stagger-envs needs max_episode_length, and sets episode_length_buf (N,), the steps of the present episodes."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
@@ -721,7 +720,6 @@ class GymEnvs:
 
 
 def make_envs(args, num_envs, device):
-    """VectorEnvs of --env-id."""
     if args.env_id.startswith("brax/"):
         envs = BraxEnvs(args.env_id[5:], num_envs, device, args.brax_backend, args.episode_length)
     elif re.fullmatch(r"[\w.]+:\w+", args.env_id):  # gymnasium's own MODULE:NAME-v0 has a hyphen
@@ -773,7 +771,7 @@ def gather_from_ranks(items):
     return [item for items in lists for item in items]
 
 
-def compiled(function, args, device):
+def compiled(function, args, device, check=False):
     """Compile the function at its first call; --no-compile returns it unchanged. Python numbers become constants: write
     what changes into tensors. torch's guards, which would notice a changed number, are off: they take too long."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
@@ -784,7 +782,6 @@ def compiled(function, args, device):
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
         options["cpp.vec_isa_ok"] = True  # else torch starts a process, for a second, to try what the CPU says it can
-        options["realize_opcount_threshold"] = 1  # else Adam's bias corrections are computed for every 16 parameters
     programs = []
 
     def call(*arguments):
@@ -792,6 +789,11 @@ def compiled(function, args, device):
             whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
             programs.append(whole.aot_compile((arguments, {})))
             programs[0].disable_guard_check()
+            if check:  # torch.compile has been seen to leave out a part of a gradient, for some sizes and options
+                gradients = (tree_leaves(run(*arguments)[0]) for run in (function, programs[0]))
+                right, found = (torch.cat([gradient.flatten() for gradient in leaves]) for leaves in gradients)
+                if (found - right).norm() > 0.01 * right.norm():
+                    fail("torch.compile gives a wrong gradient for these sizes: use --no-compile")
         return programs[0](*arguments)
 
     return call if args.compile else function
@@ -893,10 +895,9 @@ def log_evaluation(run, returns):
     path, whole_row = run.dir / "evaluations.csv", r"\d+,-?[\d.]+,[\d.]+,[\d.]+"
     rows = path.read_text(errors="replace").splitlines() if path.exists() else []
     rows = [row for row in rows if re.fullmatch(whole_row, row) and int(row.split(",")[0]) < run.global_step]
-    mean, seconds = returns.mean(), time.time() - run.start_time
-    rows.append(f"{run.global_step},{mean:.2f},{returns.std():.2f},{seconds:.2f}")
+    rows.append(f"{run.global_step},{returns.mean():.2f},{returns.std():.2f},{time.time() - run.start_time:.2f}")
     path.write_text("\n".join(["global_step,mean_return,std_return,seconds", *rows, ""]))
-    run.writer.add_scalar("charts/eval_return", mean, run.global_step)
+    run.writer.add_scalar("charts/eval_return", returns.mean(), run.global_step)
 
 
 def load_checkpoint(run_dir):
@@ -948,7 +949,6 @@ def evaluate(agent, envs, seed, deterministic=True):
     device = agent.action_low.device
     running = torch.ones(envs.num_envs, dtype=torch.bool, device=device)
     episodic_returns, t = torch.zeros(envs.num_envs, device=device), 0
-    # Evaluation has noise of its own: that of training stays as it is.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         obs, _ = envs.reset(seed=seed)
