@@ -50,7 +50,8 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. The defaults were chosen "
     "on these tasks, mostly on seeds 1 to 3, in a few cases on seeds up to 5, for Humanoid on seed 1 only. Seeds 6 "
-    "to 8 were run after the choice. The rows are of the present script; `mujoco-49c198e.csv` has the one before. "
+    "to 8 were run after the choice. The rows are of commit aca7fe7. Since then the script rounds differently; "
+    "`mujoco-rounding.csv` has three tasks again. `mujoco-49c198e.csv` has the script before its rebuild. "
     "The noise falls to 0 over a run (`--anneal-std`); CleanRL's does not. Published figures, except "
     "CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is sb3-contrib's, evaluated after training",
     "mujoco-tuned": "**MuJoCo, with settings for a task of its own**. They were chosen on seeds 101 to 103 "
