@@ -816,7 +816,7 @@ def test_resume_with_another_update_is_refused(tmp_path, capsys):
     """It would leave all the settings that --update chooses as they were, and say nothing."""
     args = make_args(tmp_path)
     assert script.parse_args(["--update", "rsl_rl", "--seed", "2"], default=args) == dataclasses.replace(args, seed=2)
-    with pytest.raises(SystemExit, match=r"^2$"):
+    with pytest.raises(SystemExit, match="--update google"):
         script.parse_args(["--update", "google"], default=args)
     assert "--update google" in capsys.readouterr().err
 
@@ -899,7 +899,9 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert args["gamma"] == 0.97 and args["num_steps"] == 10
     words = ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--eval-episodes=8"]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match=r"^2$"):  # a checkpoint does not choose what is imported
+    with pytest.raises(
+        SystemExit, match="add --env-id torch_envs:drift"
+    ):  # a checkpoint does not choose what is imported
         script.main()
     assert "add --env-id torch_envs:drift" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words, "--env-id=torch_envs:drift"])
@@ -950,7 +952,7 @@ def test_matrix_products_on_cuda(monkeypatch):
         (["--env-id", "brax/nothing"], "nothing" if HAS_BRAX else "variants/requirements.txt"),
         (["--env-id", "nothing:make"], "MODULE:FUNCTION"),
         (["--env-id", "torch_envs:nothing"], "nothing"),
-        (["--env-id", "CartPole-v1"], "Discrete actions"),
+        (["--env-id", "CartPole-v1"], "has actions Discrete"),
         (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
         (["--unroll-length", "7"], "--unroll-length 7 must divide --num-steps 10"),
         (["--unroll-length", "0"], "--unroll-length must be"),
@@ -985,7 +987,7 @@ def test_wrong_input(tmp_path, capsys, monkeypatch, flags, words):
 def test_simulator_without_final_observations(tmp_path, capsys, monkeypatch):
     """Isaac Lab's are of this kind: one line names the flag."""
     monkeypatch.setattr(torch_envs, "no_final_obs", lambda *_: torch_envs.Drift(*_, final_obs=False), raising=False)
-    with pytest.raises(SystemExit, match=r"^1$"):
+    with pytest.raises(SystemExit, match="gives no final_obs"):
         script.train(make_args(tmp_path, env_id="torch_envs:no_final_obs"))
     (line,) = capsys.readouterr().err.splitlines()
     assert "torch_envs:no_final_obs gives no final_obs: use --timeouts current-value" in line

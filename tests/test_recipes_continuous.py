@@ -244,8 +244,8 @@ def test_gsde_matrices_stay_for_some_steps(patched, tmp_path, monkeypatch, compi
         eager = dataclasses.replace(args, compile=False)
         compiled = module.compiled
 
-        def choose(function, args, device):
-            return compiled(function, args if function.__name__ == "act" else eager, device)
+        def choose(function, args, **given):
+            return compiled(function, args=args if function.__name__ == "act" else eager, **given)
 
         monkeypatch.setattr(module, "compiled", choose)
     module.train(args)
@@ -335,10 +335,10 @@ def test_entropy_schedule_reaches_the_gradient(patched, tmp_path, monkeypatch, c
     def gradients(**coefficients):
         recorded = []
 
-        def compiled(function, args, device):
+        def compiled(function, **given):
             if function.__name__ != "compute_gradient":
                 return function  # compiling it would test nothing
-            call = original(function, args, device)
+            call = original(function, **given)
 
             def spy(*minibatch):
                 gradient, metrics = call(*minibatch)

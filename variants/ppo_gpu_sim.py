@@ -421,7 +421,7 @@ def train(args, stop_signals=()):
         action = mean + std * torch.randn_like(mean)
         return action, agent.to_env_action(action)
 
-    @partial(compiled, args=args, device=device, check=True)
+    @partial(compiled, args=args, device=device)
     def compute_gradient(minibatch):
         """{name: tensor} -> the gradient of ppo_loss as one vector, metrics"""
         loss, metrics = ppo_loss(agent, args, minibatch)

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmark/studies/compiled_gradients.py    # writes results/compiled_gradients.csv
 
-Answer: with the options of the scripts yes. With realize_opcount_threshold=1, which the scripts had until 2026-11-25,
-the gradient of image networks lacks the policy's part for some sizes, without an error.
+Answer (results/compiled_gradients.csv): with the options of the scripts yes. With realize_opcount_threshold=1, which
+the scripts had until 2026-11-25, the gradient of image networks lacks the policy's part for some sizes, without an
+error.
 
 A row has the network, the minibatch, and the largest error of a parameter's gradient, divided by the largest entry of
 that gradient: with the options of the scripts, and with that option.

@@ -92,7 +92,7 @@ def put_clocks(module):
         return envs
 
     module.make_envs = make_clocked_envs
-    module.compiled = lambda function, args, device: clocked(function.__name__, compiled(function, args, device))
+    module.compiled = lambda function, **given: clocked(function.__name__, compiled(function, **given))
     return calls
 
 
@@ -156,7 +156,7 @@ def profile(command, module, folder):
         alone = best_time(products)
         lines.append(f"its matrix products alone: {alone:.0f} us, {operations / alone / 1e3:.0f} GFLOPS")
     if args.compile:
-        nothing = module.compiled(lambda *minibatch: minibatch[0] + 1, args, torch.device("cpu"))
+        nothing = module.compiled(lambda *minibatch: minibatch[0] + 1, args=args, device=torch.device("cpu"))
         minibatch = [torch.zeros(8) for _ in range(6)]
         lines.append(f"a compiled function that adds 1: {best_time(lambda: nothing(*minibatch)):.0f} us")
     return phases, lines
