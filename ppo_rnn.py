@@ -820,7 +820,7 @@ def make_envs(args, num_envs):
         if is_atari(args.env_id):  # ale-py has a vector of games in native threads
             kwargs = {"reward_clipping": False, "repeat_action_probability": 0.0} | kwargs
             kwargs |= {"episodic_life": False, "life_loss_info": True}  # a lost life is `terminated`, the game goes on
-            kwargs |= {"autoreset_mode": options["autoreset_mode"]}  # below: "ale_py:" makes gymnasium import it
+            kwargs |= {"autoreset_mode": same_step}  # below: "ale_py:" makes gymnasium import it
             return gym.make_vec("ale_py:" + args.env_id.removeprefix("ale_py:"), num_envs, **kwargs)
         make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
         try:  # the environment's own vector, in native threads: few have one, and not all of these know SAME_STEP

@@ -179,8 +179,8 @@ def cores_case(task, short, long):
 
 
 def continuous_case(envs, steps, cleanrl, leanrl=None, ranks=1, task="HalfCheetah-v4"):
-    """CleanRL's settings; observations and rewards are normalised by all. Only this repository has ranks and EnvPool's
-    simulator, which `task` can name."""
+    """CleanRL's settings; observations and rewards are normalised by all. Only this repository has ranks, and only its
+    contestant plays `task`: HalfCheetah by gymnasium or by EnvPool."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     flags_of_ours = {"kl_coef": 0, "target_kl": None, "log_std_init": 0, "anneal_std": False}
