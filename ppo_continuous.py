@@ -60,7 +60,7 @@ import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -373,7 +373,7 @@ def train(args, stop_signals=()):
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
-    # Tensors: torch.compile freezes Python numbers, and the functions below are compiled (see `compiled`).
+    # Tensors, changed in place: the functions below freeze Python numbers (see `compiled`) and addresses (`record`).
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -384,6 +384,7 @@ def train(args, stop_signals=()):
     torch.manual_seed(noise_seed)
 
     @torch.no_grad()
+    @partial(record, device=device)
     @partial(compiled, args=args, device=device)
     def act(raw_obs):
         """raw_obs (N, D) -> obs (N, D), actions (N, A), log_probs (N,), actions for the environments"""
@@ -392,6 +393,7 @@ def train(args, stop_signals=()):
         action, log_prob, _, _ = agent.get_action_and_value(obs)
         return obs, action, log_prob, agent.to_env_action(action)
 
+    @partial(record, device=device)
     @partial(compiled, args=args, device=device, check=True)
     def compute_gradient(*minibatch):
         """tensors (M, ...) -> the gradient of ppo_loss as one vector, metrics"""
@@ -400,6 +402,7 @@ def train(args, stop_signals=()):
         return torch.cat([gradient.flatten() for gradient in gradients]), metrics
 
     @torch.no_grad()
+    @partial(record, device=device)
     @partial(compiled, args=args, device=device)
     def apply_gradient(gradient, approx_kl):
         flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
@@ -441,7 +444,7 @@ def train(args, stop_signals=()):
         episodes, all_raw_obs, raw_final_obs = [], [], []
         for t in range(T):
             all_raw_obs.append(next_obs)
-            obs[t], actions[t], log_probs[t], env_actions = act(torch.from_numpy(next_obs).to(device))
+            obs[t], actions[t], log_probs[t], env_actions = act(torch.from_numpy(next_obs))
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
             truncated = truncated & ~terminated  # with both set it terminated
             step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -635,6 +638,7 @@ def start_device(args, is_large):
     if not is_large:
         torch.set_num_threads(1)  # more would not help such small networks
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits: the first minibatch's ratio would not be 1
     return device
 
 
@@ -681,6 +685,31 @@ def compiled(function, args, device, check=False):
         return programs[0](*arguments)
 
     return call if args.compile else function
+
+
+def record(function, device):
+    """On CUDA: the function as a CUDA graph, which one launch starts. Elsewhere: the function itself.
+
+    The first call runs the function and then records its kernels, without running them again. Every later call copies
+    its arguments to where the kernels read them, replays the kernels and returns copies of their results. Its Python
+    code does not run again. Whatever else the function reads or changes must be a tensor that changes in place."""
+    if device.type != "cuda":
+        return function
+    inputs, results, graph = [], [], torch.cuda.CUDAGraph()
+
+    def call(*arguments):
+        if results:
+            for x, argument in zip(inputs, arguments):  # pinned memory: a copy from the CPU would wait otherwise
+                x.copy_(argument if argument.is_cuda else argument.pin_memory(), non_blocking=True)
+            graph.replay()
+            return tree_map_only(torch.Tensor, torch.clone, results[0])
+        inputs.extend(x.to(device, copy=True) for x in arguments)
+        result = function(*inputs)  # compiles, and makes Adam's moments
+        with torch.cuda.graph(graph):
+            results.append(function(*inputs))
+        return result
+
+    return call
 
 
 class Run:

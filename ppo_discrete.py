@@ -65,7 +65,7 @@ import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -126,6 +126,7 @@ class Args:  # the comments are what --help prints
 # add --clip-vloss. Only the command line applies them. From Python: train(Args(**ATARI | {"env_id": "ALE/Pong-v5"})).
 # Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 ATARI = {
+    "checkpoint_interval": 100,
     "total_timesteps": 10_000_000,
     "num_envs": 8,
     "num_steps": 128,
@@ -414,7 +415,7 @@ def train(args, stop_signals=()):
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
-    # Tensors: torch.compile freezes Python numbers, and the functions below are compiled (see `compiled`).
+    # Tensors, changed in place: the functions below freeze Python numbers (see `compiled`) and addresses (`record`).
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -425,6 +426,7 @@ def train(args, stop_signals=()):
     torch.manual_seed(noise_seed)
 
     @torch.no_grad()
+    @partial(record, device=device)
     @partial(compiled, args=args, device=device)
     def act(raw_obs, action_mask):
         """raw_obs (N, *D), masks (N, A) -> obs (N, *D), actions (N, K), log_probs (N,), actions for the environments"""
@@ -433,6 +435,7 @@ def train(args, stop_signals=()):
         action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
         return obs, action, log_prob, agent.to_env_action(action)
 
+    @partial(record, device=device)
     @partial(compiled, args=args, device=device, check=True)
     def compute_gradient(*minibatch):
         """tensors (M, ...) -> the gradient of ppo_loss as one vector, metrics"""
@@ -441,6 +444,7 @@ def train(args, stop_signals=()):
         return torch.cat([gradient.flatten() for gradient in gradients]), metrics
 
     @torch.no_grad()
+    @partial(record, device=device)
     @partial(compiled, args=args, device=device)
     def apply_gradient(gradient, approx_kl):
         flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
@@ -486,7 +490,7 @@ def train(args, stop_signals=()):
             all_raw_obs.append(next_obs)
             has_masks = args.mask_actions and "action_mask" in infos
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
-            seen = torch.from_numpy(next_obs).to(device), torch.from_numpy(step_masks[t]).to(device)
+            seen = torch.from_numpy(next_obs), torch.from_numpy(step_masks[t])
             obs[t], actions[t], log_probs[t], env_actions = act(*seen)
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
             truncated = truncated & ~terminated  # with both set it terminated
@@ -734,6 +738,7 @@ def start_device(args, is_large):
     if not is_large:
         torch.set_num_threads(1)  # more would not help such small networks
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits: the first minibatch's ratio would not be 1
     return device
 
 
@@ -780,6 +785,31 @@ def compiled(function, args, device, check=False):
         return programs[0](*arguments)
 
     return call if args.compile else function
+
+
+def record(function, device):
+    """On CUDA: the function as a CUDA graph, which one launch starts. Elsewhere: the function itself.
+
+    The first call runs the function and then records its kernels, without running them again. Every later call copies
+    its arguments to where the kernels read them, replays the kernels and returns copies of their results. Its Python
+    code does not run again. Whatever else the function reads or changes must be a tensor that changes in place."""
+    if device.type != "cuda":
+        return function
+    inputs, results, graph = [], [], torch.cuda.CUDAGraph()
+
+    def call(*arguments):
+        if results:
+            for x, argument in zip(inputs, arguments):  # pinned memory: a copy from the CPU would wait otherwise
+                x.copy_(argument if argument.is_cuda else argument.pin_memory(), non_blocking=True)
+            graph.replay()
+            return tree_map_only(torch.Tensor, torch.clone, results[0])
+        inputs.extend(x.to(device, copy=True) for x in arguments)
+        result = function(*inputs)  # compiles, and makes Adam's moments
+        with torch.cuda.graph(graph):
+            results.append(function(*inputs))
+        return result
+
+    return call
 
 
 class Run:

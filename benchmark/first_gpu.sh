@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What to try first on a machine with an NVIDIA GPU. About eight minutes; every part prints a table.
+#
+#     bash benchmark/first_gpu.sh             # results/cuda_graphs.csv and results/speed.csv are written
+#     bash benchmark/first_gpu.sh WHEELS      # without a network: a folder of wheels to install from
+#     SCALE=0.1 bash benchmark/first_gpu.sh   # a try; of the speeds nothing is written
+#
+# LEANRL=PATH adds LeanRL's script for Breakout (its environment: see speed.py). COUNTER=PROGRAM counts launches where
+# torch's profiler sees none (see studies/cuda_graphs.py). Not part of this, because it takes hours:
+#     python benchmark/run.py --suite atari --tasks ALE/Pong-v5 ALE/Breakout-v5 --seeds 3 -- --device cuda
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+
+echo "== what is here"
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no nvidia-smi"
+gcc --version | head -1  # Triton and torch.compile build with it
+if [ $# -gt 0 ]; then
+    $PYTHON -m pip install --quiet --no-index --find-links "$1" gymnasium mujoco ale-py tyro filelock tqdm
+fi
+$PYTHON - <<'CODE'
+import pathlib, sysconfig, torch
+header = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
+assert header.exists(), f"{header} is missing: install Python's headers (python3-dev), Triton needs them"
+assert torch.cuda.is_available(), "torch sees no GPU"
+print("torch", torch.__version__, torch.cuda.get_device_name())
+CODE
+
+echo "== the same weights with and without CUDA graphs? what waits? how fast?"
+$PYTHON benchmark/studies/cuda_graphs.py ${COUNTER:+--counter "$COUNTER"}
+
+echo "== Breakout, beside the games alone"
+$PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale "${SCALE:-1}" ${LEANRL:+--leanrl "$LEANRL"}
