@@ -403,7 +403,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
     terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
     observation of the episode. After a termination next_values[t] is not used."""
-    # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
+    # Filled, not multiplied by 0: NaN * 0 is NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -452,7 +452,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
+    # The larger loss is the pessimistic one: clipping caps the gain of a step, never its cost.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
@@ -537,7 +537,7 @@ def train(args, stop_signals=()):
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
-    # Tensors, changed in place: the functions below freeze Python numbers (see `compiled`) and addresses (`record`).
+    # Tensors: the compiled functions below see a later change only in a tensor that changes in place (fill_, copy_).
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -548,7 +548,7 @@ def train(args, stop_signals=()):
     torch.manual_seed(noise_seed)
 
     @torch.no_grad()
-    @partial(record, device=device)
+    @partial(record, args=args, device=device)
     @partial(compiled, args=args, device=device)
     def act(raw_obs, episode_start, action_mask, state):
         """raw_obs (N, *D), episode_start (N,), masks (N, A), state (N, S) -> obs (N, *D), actions (N, K or A),
@@ -581,7 +581,7 @@ def train(args, stop_signals=()):
         return torch.cat([gradients[parameter].flatten() for parameter in agent.parameters()]), metrics
 
     @torch.no_grad()
-    @partial(record, device=device)
+    @partial(record, args=args, device=device)
     @partial(compiled, args=args, device=device)
     def apply_gradient(gradient, approx_kl):
         flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
@@ -685,7 +685,7 @@ def train(args, stop_signals=()):
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
+                if not all_metrics:  # the first minibatch has KL 0: rounding must not reach --desired-kl
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together
@@ -927,7 +927,7 @@ def compiled(function, args, device, check=False):
             programs.append(whole.aot_compile((arguments, {})))
             programs[0].disable_guard_check()
             if check:  # torch.compile has been seen to leave out a part of a gradient, for some sizes and options
-                gradients = (tree_leaves(run(*arguments)[0]) for run in (function, programs[0]))
+                gradients = (tree_leaves(version(*arguments)[0]) for version in (function, programs[0]))
                 right, found = (torch.cat([gradient.flatten() for gradient in leaves]) for leaves in gradients)
                 if (found - right).norm() > 0.01 * right.norm():
                     fail("torch.compile gives a wrong gradient for these sizes: use --no-compile")
@@ -936,12 +936,13 @@ def compiled(function, args, device, check=False):
     return call if args.compile else function
 
 
-def record(function, device):
+def record(function, args, device):
     """On CUDA: the function as a CUDA graph, which one launch starts. Elsewhere: the function itself.
 
-    The first call runs the function and then records its kernels, without running them again. Every later call copies
-    its arguments to where the kernels read them, replays the kernels and returns copies of their results. Its Python
-    code does not run again. Whatever else the function reads or changes must be a tensor that changes in place."""
+    The first call runs the function, and then records its kernels without running them. Every later call copies its
+    arguments, tensors of the same shapes, to where the kernels read them. It replays the kernels, with new random
+    numbers, and returns copies of the results. The function's Python code does not run then. Whatever else the function
+    reads or changes must be a tensor that changes in place."""
     if device.type != "cuda":
         return function
     inputs, results, graph = [], [], torch.cuda.CUDAGraph()
@@ -952,10 +953,11 @@ def record(function, device):
                 x.copy_(argument if argument.is_cuda else argument.pin_memory(), non_blocking=True)
             graph.replay()
             return tree_map_only(torch.Tensor, torch.clone, results[0])
-        inputs.extend(x.to(device, copy=True) for x in arguments)
-        result = function(*inputs)  # compiles, and makes Adam's moments
-        with torch.cuda.graph(graph):
-            results.append(function(*inputs))
+        inputs[:] = [x.to(device, copy=True) for x in arguments]
+        result = function(*inputs)  # compiles; Adam makes its moments, which must exist before the recording
+        if args.compile:  # --no-compile records nothing
+            with torch.cuda.graph(graph):
+                results.append(function(*inputs))
         return result
 
     return call

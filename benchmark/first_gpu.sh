@@ -3,7 +3,7 @@
 #
 #     bash benchmark/first_gpu.sh             # results/cuda_graphs.csv and results/speed.csv are written
 #     bash benchmark/first_gpu.sh WHEELS      # without a network: a folder of wheels to install from
-#     SCALE=0.1 bash benchmark/first_gpu.sh   # a try; of the speeds nothing is written
+#     SCALE=0.5 bash benchmark/first_gpu.sh   # a try; of the speeds nothing is written
 #
 # LEANRL=PATH adds LeanRL's script for Breakout (its environment: see speed.py). COUNTER=PROGRAM counts launches where
 # torch's profiler sees none (see studies/cuda_graphs.py). Not part of this, because it takes hours:

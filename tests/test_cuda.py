@@ -89,14 +89,15 @@ def test_recorded_functions_give_the_same_run(script, small_args, flags, captura
     """Ten iterations, five of them after --resume: numbers that change reach a replay, and no step counts twice."""
 
     def train():
-        _, run_dir = script.train(small_args(**flags, total_timesteps=320))
+        _, run_dir = script.train(small_args(**flags, compile=True, total_timesteps=320))
         # The same annealing, to another end.
-        agent, _ = script.train(small_args(**flags, total_timesteps=640, resume=str(run_dir)))
+        agent, _ = script.train(small_args(**flags, compile=True, total_timesteps=640, resume=str(run_dir)))
         return agent.state_dict(), scalars(run_dir)
 
+    monkeypatch.setattr(script, "compiled", lambda function, args, device, check=False: function)
     weights, metrics = train()
     record = script.record
-    monkeypatch.setattr(script, "record", lambda function, device: record(function, Cuda(device)))
+    monkeypatch.setattr(script, "record", lambda function, args, device: record(function, args, Cuda(device)))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record_on_cpu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -198,7 +198,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
     terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
     observation of the episode. After a termination next_values[t] is not used."""
-    # Filled, not multiplied by 0: the value of what follows a terminal state may be NaN.
+    # Filled, not multiplied by 0: NaN * 0 is NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -224,7 +224,7 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
     """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger of two losses is the pessimistic one: clipping removes what a step would gain, never what it costs.
+    # The larger loss is the pessimistic one: clipping caps the gain of a step, never its cost.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
