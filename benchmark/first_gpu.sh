@@ -2,7 +2,8 @@
 # What to try first on a machine with an NVIDIA GPU. About eight minutes; every part prints a table.
 #
 #     bash benchmark/first_gpu.sh             # results/cuda_graphs.csv and results/speed.csv are written
-#     bash benchmark/first_gpu.sh WHEELS      # without a network: a folder of wheels to install from
+#     bash benchmark/first_gpu.sh WHEELS      # without a network: installs every wheel of a folder first, filled by
+#         pip download --only-binary=:all: --python-version 3.12 -d WHEELS gymnasium mujoco ale-py tyro tqdm
 #     SCALE=0.5 bash benchmark/first_gpu.sh   # a try; of the speeds nothing is written
 #
 # LEANRL=PATH adds LeanRL's script for Breakout (its environment: see speed.py). COUNTER=PROGRAM counts launches where
@@ -16,7 +17,7 @@ echo "== what is here"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no nvidia-smi"
 gcc --version | head -1  # Triton and torch.compile build with it
 if [ $# -gt 0 ]; then
-    $PYTHON -m pip install --quiet --no-index --find-links "$1" gymnasium mujoco ale-py tyro filelock tqdm
+    $PYTHON -m pip install --quiet --no-index --no-deps "$1"/*.whl
 fi
 $PYTHON - <<'CODE'
 import pathlib, sysconfig, torch
