@@ -64,6 +64,8 @@ def count(script, counter, graphs=True, **flags):
         (checkpoint,) = Path(folder).glob("*/checkpoint.pt")
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["agent"]
     calls = ast.literal_eval(done.stdout.split("in all: ")[-1])
+    if not calls:
+        raise SystemExit("torch's profiler has seen no call of CUDA: give a --counter")
     return {kind: sum(calls.get(name, 0) for name in names) for kind, names in NAMES.items()}, weights
 
 
