@@ -899,9 +899,8 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert args["gamma"] == 0.97 and args["num_steps"] == 10
     words = ["ppo_gpu_sim.py", "--evaluate", str(run_dir), "--eval-episodes=8"]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(
-        SystemExit, match="add --env-id torch_envs:drift"
-    ):  # a checkpoint does not choose what is imported
+    # A checkpoint does not choose what is imported.
+    with pytest.raises(SystemExit, match="add --env-id torch_envs:drift"):
         script.main()
     assert "add --env-id torch_envs:drift" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words, "--env-id=torch_envs:drift"])
