@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
+from torch.utils._pytree import tree_map_only
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
@@ -64,16 +66,58 @@ def small_args(script, tmp_path):
 
 
 @pytest.fixture
-def minibatches(script, monkeypatch):
-    """The arguments of every call of the script's ppo_loss, from now on; eager mode only."""
-    original, calls = script.ppo_loss, []
+def watch(monkeypatch):
+    """watch(owner, "name"): from now on the calls of owner.name, as [(arguments, result), ...]; eager mode only.
 
-    def spy(*arguments):
-        calls.append(arguments)
-        return original(*arguments)
+    Tensors are copies: what the script later writes in place does not change them."""
 
-    monkeypatch.setattr(script, "ppo_loss", spy)
-    return calls
+    def copy(tree):
+        return tree_map_only(torch.Tensor, lambda x: x.detach().clone(), tree)
+
+    def watch(owner, name):
+        original, calls = getattr(owner, name), []
+
+        def watched(*arguments, **named):
+            copies = copy(arguments)
+            result = original(*arguments, **named)
+            calls.append((copies, copy(result)))
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    return watch
+
+
+@pytest.fixture
+def minibatches(script, watch):
+    """The calls of the script's ppo_loss, from now on: what each minibatch of the update saw."""
+    return watch(script, "ppo_loss")
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main(script, *flags): the command line in this process, which is much faster than in a new one. Gives the exit
+    status (0 where main() returns) and what was printed."""
+
+    def call(script, *flags):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
+        capsys.readouterr()  # what was printed before
+        try:
+            script.main()
+            status = 0
+        except SystemExit as exit:
+            status = exit.code
+        stdout, stderr = capsys.readouterr()
+        return SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
+
+    return call
+
+
+@pytest.fixture
+def offline_wandb(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
 
 
 def make_agent(script, obs_size=3, action_size=3, **args):

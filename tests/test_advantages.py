@@ -168,5 +168,5 @@ def test_recomputed_advantages_are_those_of_the_current_critic(script, small_arg
     epochs = [minibatches[i : i + args.num_minibatches] for i in range(0, 8, args.num_minibatches)]
     for epoch, critic in zip(epochs, critics * 2):
         agent.critic.load_state_dict(critic)
-        for _, _, _, mb_obs, _, _, mb_values, *_ in epoch:
+        for (_, _, _, mb_obs, _, _, mb_values, *_), _ in epoch:
             torch.testing.assert_close(agent.get_value(mb_obs), mb_values, atol=1e-6, rtol=1e-5)

@@ -205,7 +205,7 @@ def test_reward_normalisation_of_sb3(script, rollout):
 def test_stored_actions_are_not_clipped(script, small_args, minibatches):
     """The probe refuses an action outside its bounds; what the update sees reaches beyond them."""
     script.train(small_args(log_std_init=0.5, **NO_BOUNDS[script.__name__]))
-    assert torch.cat([minibatch[4] for minibatch in minibatches]).abs().max() > 1.5
+    assert torch.cat([arguments[4] for arguments, _ in minibatches]).abs().max() > 1.5
 
 
 def test_statistics_see_every_observation_once(script, small_args):

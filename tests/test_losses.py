@@ -357,7 +357,7 @@ def test_anneal_std(script, small_args, minibatches, learned):
     flags = {"learning_rate": 0.0, "num_minibatches": 1, "update_epochs": 1, "anneal_std": True, "log_std_init": -1.0}
     flags |= {"num_envs": 64, "num_steps": 32} | learned
     _, run_dir = script.train(small_args(total_timesteps=3 * 2048, **flags))
-    spreads = [float(actions.std()) for _, _, _, _, actions, *_ in minibatches]
+    spreads = [float(actions.std()) for (_, _, _, _, actions, *_), _ in minibatches]
     assert spreads == pytest.approx([math.exp(-1) * part for part in (1, 0.75**0.5, 0.5)], rel=0.06)
     agent = script.load_agent(run_dir)
     raw_obs = torch.zeros(4096, agent.obs_rms.mean.shape[0])

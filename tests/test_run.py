@@ -46,7 +46,7 @@ def test_same_seed_same_run(script, small_args):
 def test_environments_have_different_seeds(script, small_args, minibatches):
     one_step = {"total_timesteps": 32, "num_envs": 32, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
     script.train(small_args(env_id=REAL_ENV[script.__name__], norm_obs=False, **one_step))
-    assert len(torch.unique(minibatches[0][3], dim=0)) == 32
+    assert len(torch.unique(minibatches[0][0][3], dim=0)) == 32
 
 
 class Seeds(probes.Target):
