@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -103,11 +104,15 @@ def main(monkeypatch, capsys):
     def call(script, *flags):
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
         capsys.readouterr()  # what was printed before
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             script.main()
             status = 0
         except SystemExit as exit:
             status = exit.code
+        finally:  # Ctrl-C is pytest's again
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         stdout, stderr = capsys.readouterr()
         return SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
 
