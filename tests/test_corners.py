@@ -5,15 +5,14 @@ import importlib
 import json
 import random
 import sys
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_ENV, ROOT, probe
+from conftest import ONE, REAL_ENV, ROOT, probe
 
-TALK = {  # infos that a vector of environments cannot gather
+TALK = {  # infos that a vector of environments cannot gather: what the n-th one is
     "none": lambda n: None if n % 3 else 3,
     "sizes": lambda n: np.zeros(1 + n % 3),
     "kinds": lambda n: {"a": 1} if n % 2 else 1,
@@ -26,13 +25,13 @@ class Talkative(gym.Env):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
-    def __init__(self, discrete, kind):
+    def __init__(self, discrete):
         self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
-        self.kind, self.count = kind, 0
+        self.count = 0
 
     def observe(self):
         self.count += 1
-        return np.full(2, self.steps, np.float32), {"key": TALK[self.kind](self.count)}
+        return np.full(2, self.steps, np.float32), {kind: talk(self.count) for kind, talk in TALK.items()}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -88,8 +87,7 @@ class BothEnds(gym.Env):
 
 for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/BothEnds-v0", BothEnds, kwargs={"discrete": discrete})
-    for kind in TALK:
-        gym.register(f"{name}/Talk{kind}-v0", Talkative, kwargs={"discrete": discrete, "kind": kind})
+    gym.register(f"{name}/Talkative-v0", Talkative, kwargs={"discrete": discrete})
     gym.register(f"{name}/GlobalNumbers-v0", GlobalNumbers, kwargs={"discrete": discrete})
 
 
@@ -101,10 +99,9 @@ def test_both_flags_at_once(script, small_args):
 
 
 @pytest.mark.parametrize("async_envs", [False, True])
-@pytest.mark.parametrize("kind", TALK)
-def test_infos_that_nothing_reads(script, small_args, kind, async_envs):
+def test_infos_that_nothing_reads(script, small_args, async_envs):
     """Stop no run, and do not replace the observation in which an episode ended."""
-    envs = script.make_envs(small_args(env_id=probe(script, f"Talk{kind}"), async_envs=async_envs), 3)
+    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), async_envs=async_envs), 3)
     envs.reset(seed=[1, 2, 3])
     for _ in range(5):
         *_, infos = envs.step(envs.action_space.sample())
@@ -158,6 +155,7 @@ def test_a_suite_knows_its_runs(tmp_path):
         suites.make_jobs(suites.Args("classic", eval_episodes=0))
 
 
+@ONE
 def test_figures_of_returns_between_0_and_1(tmp_path, script, small_args):
     """Keep the digits that tell settings apart (report.py, and tune.py, which maximises this)."""
     sys.path.insert(0, str(ROOT / "benchmark"))
@@ -200,12 +198,11 @@ def test_gpu_sim_with_bounds_above_0_and_minibatches_of_one_step(tmp_path, chang
     sim.train(sim.Args(env_id="box/Half-v0", runs_dir=str(tmp_path), total_timesteps=64, **small | changes))
 
 
-def test_report_passes_over_other_folders(tmp_path, monkeypatch):
+def test_report_passes_over_other_folders(tmp_path):
     """Run folders of scripts with other names, and what else has an args.json."""
     sys.path.insert(0, str(ROOT / "benchmark"))
     import report
 
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "args.json").write_text("{}")
     for scripts in ([], ["mine.py"], ["ppo_discrete.py", "ppo_discrete_old.py"]):
         for name in scripts:
@@ -214,13 +211,11 @@ def test_report_passes_over_other_folders(tmp_path, monkeypatch):
             report.write_csv("some", [tmp_path])
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_wandb_run_of_a_folder_called_dot(script, small_args, monkeypatch):
-    """A resumed run goes on in the run of wandb that has the folder's name."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+@ONE
+def test_wandb_run_of_a_folder_by_another_name(script, small_args, offline_wandb):
+    """A resumed run goes on in the run of wandb that has the folder's own name."""
     _, run_dir = script.train(small_args())
-    monkeypatch.chdir(run_dir)
-    saved = script.load_checkpoint(".")["args"]
-    script.train(dataclasses.replace(saved, resume=".", track=True, total_timesteps=512))
-    assert list(Path("wandb").glob(f"offline-run-*-{run_dir.name}"))
+    (run_dir / "sub").mkdir()
+    path = f"{run_dir}/sub/.."
+    script.train(small_args(resume=path, track=True, total_timesteps=512))
+    assert list(run_dir.glob(f"wandb/offline-run-*-{run_dir.name}"))
