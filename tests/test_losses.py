@@ -201,65 +201,42 @@ def test_gradient_and_metrics_of_sb3(script):
     assert loss.item() == pytest.approx(logged["train/loss"], rel=1e-5)
 
 
-def test_ratio_is_one_in_the_first_minibatch(script, small_args, monkeypatch):
-    """In every iteration, with moving observation statistics, the first minibatch finds the agent that collected it."""
-    original, ratios = script.ppo_loss, []
-
-    def spy(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest):
-        masks = rest[3:]  # behind values, advantages and returns, where the script has them
-        with torch.no_grad():
-            ratios.append((agent.get_action_and_value(mb_obs, mb_actions, *masks)[1] - mb_log_probs).exp())
-        return original(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest)
-
-    monkeypatch.setattr(script, "ppo_loss", spy)
-    args = small_args(total_timesteps=640)
-    script.train(args)
-    per_iteration = args.update_epochs * args.num_minibatches
-    assert len(ratios) == 10 * per_iteration
-    for first in ratios[::per_iteration]:
-        assert (first - 1).abs().max() <= 1e-6 * (10 if script.__name__ == "ppo_rnn" else 1)  # other kernels replay
-    assert (ratios[per_iteration - 1] - 1).abs().max() > 1e-3  # while the last minibatch finds another
+def test_ratio_is_one_in_the_first_minibatch(script, small_args, minibatches):
+    """In every iteration, with moving observation statistics, the first minibatch finds the agent that collected it: no
+    ratio leaves the narrowest range of clipping."""
+    close = 1e-5 if script.__name__ == "ppo_rnn" else 1e-6  # other kernels replay
+    script.train(small_args(total_timesteps=640, clip_coef=close))
+    metrics = [metrics for _, (_, metrics) in minibatches]
+    assert len(metrics) == 10 * 2 * 4  # iterations, epochs, minibatches
+    assert all(first["clipfrac"] == 0 for first in metrics[::8])
+    assert metrics[7]["clipfrac"] > 0.9 and metrics[7]["approx_kl"] > 1e-6  # while the last minibatch finds another
 
 
-def test_steps_are_adams(script, small_args, monkeypatch):
-    """torch's Adam, with the eps of baselines, on gradients that torch has clipped: the same weights after three steps.
-    They are so small here that eps matters."""
-    averaged = []  # first the weights, later the gradient of every minibatch, and much else
-    monkeypatch.setattr(script, "average_over_ranks", lambda x: averaged.append(x.clone()) or x)
-    one_iteration = {"num_envs": 8, "num_steps": 8, "total_timesteps": 64, "num_minibatches": 1, "update_epochs": 3}
-    args = small_args(**one_iteration, max_grad_norm=1e-3, learning_rate=1e-2, target_kl=None)
-    agent, _ = script.train(args)
-    weights, *gradients = [x for x in averaged if x.shape == averaged[0].shape]
-    assert len(gradients) == 3
-    optimizer = torch.optim.Adam([weights], lr=1e-2, eps=1e-5)
-    for gradient in gradients:
-        weights.grad = gradient
-        torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+def test_steps_are_adams(script, small_args):
+    """torch's Adam, with the eps of baselines, on gradients that torch would have clipped: the same weights after each
+    of three steps, so small that eps matters. A bound of 0 is no bound, like one that is never reached."""
+    flags = {"num_envs": 8, "num_steps": 8, "total_timesteps": 64, "num_minibatches": 1, "vf_coef": 100.0}
+
+    def after(update_epochs, max_grad_norm, learning_rate=1e-2):
+        """The weights, and Adam's mean of the gradients, of which each one adds a tenth."""
+        changes = {"update_epochs": update_epochs, "max_grad_norm": max_grad_norm, "learning_rate": learning_rate}
+        agent, run_dir = script.train(small_args(target_kl=None, **flags | changes))
+        mean = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+        return torch.nn.utils.parameters_to_vector(agent.parameters()).detach(), mean
+
+    weights, mean = after(1, 0.0, learning_rate=0.0)
+    unclipped = 10 * mean
+    assert unclipped.norm() > 10 and torch.equal(unclipped, 10 * after(1, 1e9)[1])
+    optimizer, before = torch.optim.Adam([weights], lr=1e-2, eps=1e-5), torch.zeros_like(mean)
+    for step in (1, 2, 3):
+        found, mean = after(step, 1e-3)
+        weights.grad = 10 * (mean - 0.9 * before)
+        assert weights.grad.norm() == pytest.approx(1e-3, rel=1e-4)
+        if step == 1:
+            torch.testing.assert_close(weights.grad, unclipped * 1e-3 / unclipped.norm(), atol=1e-9, rtol=1e-4)
         optimizer.step()
-    found = torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
-    torch.testing.assert_close(found, weights, atol=1e-6, rtol=1e-5)
-
-
-def test_gradient_norm_of_0_is_no_bound(script, small_args):
-    """The checkpoint tells: after one step Adam's mean of the gradient is a tenth of it. A gradient far above the
-    default bound comes through unchanged with --max-grad-norm 0, as with a bound that is never reached."""
-    one_step = {"total_timesteps": 64, "num_minibatches": 1, "update_epochs": 1, "vf_coef": 100.0}
-    gradients = {}
-    for bound in (0.0, 1e9, 0.25):
-        _, run_dir = script.train(small_args(max_grad_norm=bound, **one_step))
-        gradients[bound] = 10 * script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
-    assert gradients[0.0].norm() > 10 and torch.equal(gradients[0.0], gradients[1e9])
-    torch.testing.assert_close(gradients[0.25], gradients[0.0] * 0.25 / gradients[0.0].norm(), atol=1e-6, rtol=1e-4)
-
-
-def test_explained_variance_is_of_the_critic_before_the_update(script, small_args, monkeypatch):
-    estimate, explain, estimates, explained = script.estimate_advantages, script.explained_variance, [], []
-    monkeypatch.setattr(script, "estimate_advantages", lambda *x: estimates.append(estimate(*x)) or estimates[-1])
-    monkeypatch.setattr(script, "explained_variance", lambda *x: explained.append(x) or explain(*x))
-    script.train(small_args(total_timesteps=64, num_envs=8, num_steps=8, recompute_advantages=True))
-    values, _, returns = estimates[0]
-    assert len(estimates) > 1 and not torch.equal(values, estimates[-1][0])
-    assert torch.equal(explained[0][0], values) and torch.equal(explained[0][1], returns)
+        torch.testing.assert_close(found, weights, atol=1e-6, rtol=1e-5)
+        before = mean
 
 
 HARD = {
@@ -305,48 +282,51 @@ def test_compiled_equals_eager(script, small_args, flags):
             assert not torch.equal(tensor, compiled[0][name]), f"{name} did not change"
 
 
-def test_target_kl_stops_before_the_step(script, small_args, monkeypatch):
-    """SB3's rule, on its golden case: the fourth minibatch is over 1.5 times the target, so three steps are taken."""
-    inputs, expected = golden("target_kl_stop")
-    kls = iter(inputs["approx_kl"].flatten().tolist())
-    original, steps = script.ppo_loss, []
+def test_target_kl_stops_before_the_step(script, small_args, minibatches):
+    """SB3's rule: an update ends at the first KL over 1.5 times the target, without its step. A limit just below a KL
+    that is larger than those before it ends the update there, one just above it does not."""
+    flags = {"total_timesteps": 64, "num_minibatches": 2, "update_epochs": 3, "learning_rate": 1e-2}
 
-    def with_given_kl(*minibatch):
-        loss, metrics = original(*minibatch)
-        return loss, metrics | {"approx_kl": torch.tensor(next(kls))}
+    def update(target_kl):
+        """The KLs of an update, the number of its steps, and the KL that is logged."""
+        minibatches.clear()
+        _, run_dir = script.train(small_args(target_kl=target_kl, **flags))
+        steps = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["step"]
+        kls = [float(metrics["approx_kl"]) for _, (_, metrics) in minibatches]
+        return [0.0, *kls[1:]], steps, scalars(run_dir)["losses/approx_kl"][0][1]
 
-    monkeypatch.setattr(script, "ppo_loss", with_given_kl)
-    clip = script.clip_grad_norm_
-    monkeypatch.setattr(script, "clip_grad_norm_", lambda *a, **k: (steps.append(1), clip(*a, **k)))
-    args = small_args(total_timesteps=64, num_minibatches=2, update_epochs=3, target_kl=inputs["target_kl"])
-    _, run_dir = script.train(args)
-    assert len(steps) == expected["sb3"]["optimizer_steps"]
-    logged = scalars(run_dir)["losses/approx_kl"][0][1]  # without the first, 0.002: the agent is still the same
-    assert logged == pytest.approx((0.009 + 0.011 + 0.016) / 4)
+    kls, _, _ = update(None)
+    largest = int(np.argmax(kls[:4]))  # another epoch would follow
+    assert update(0.999 * kls[largest] / 1.5) == (
+        kls[: largest + 1],
+        largest,
+        pytest.approx(np.mean(kls[: largest + 1])),
+    )
+    further, steps, _ = update(1.001 * kls[largest] / 1.5)
+    assert len(kls) == 6 and len(further) > largest + 1 and steps > largest > 0
 
 
-def test_permutations_and_annealing(script, small_args, monkeypatch):
+def test_permutations_annealing_and_explained_variance(script, small_args, minibatches):
     """Every sample once per epoch, in a new order every time; learning rate and clip range fall linearly, the first
-    iteration having all of them and the last a part that is not zero (as in CleanRL)."""
-    original, seen, clip_scales = script.ppo_loss, [], []
-
-    def spy(*arguments):
-        clip_scales.append(float(arguments[2]))
-        seen.append(arguments[4])
-        return original(*arguments)
-
-    monkeypatch.setattr(script, "ppo_loss", spy)
+    iteration having all of them and the last a part that is not zero (as in CleanRL). The explained variance is that of
+    the critic before the update."""
     # 16 environments: ppo_rnn deals them out whole, and 4 of them would come in the same order now and then.
-    flags = {"num_envs": 16, "num_steps": 4, "num_minibatches": 4, "update_epochs": 3}
+    flags = {"num_envs": 16, "num_steps": 4, "num_minibatches": 4, "update_epochs": 3, "recompute_advantages": True}
     args = small_args(total_timesteps=256, anneal_clip=True, **flags)
     _, run_dir = script.train(args)
-    epochs = [torch.cat(seen[i : i + 4]) for i in range(0, 12, 4)]
+    clip_scales, actions, values, returns = ([arguments[i] for arguments, _ in minibatches] for i in (2, 4, 6, 8))
+    epochs = [torch.cat(actions[i : i + 4]) for i in range(0, 12, 4)]
     for epoch in epochs[1:]:
         assert not torch.equal(epoch, epochs[0])
         torch.testing.assert_close(epoch.flatten().sort()[0], epochs[0].flatten().sort()[0])
-    learning_rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
-    assert learning_rates == pytest.approx([args.learning_rate * f for f in (1, 0.75, 0.5, 0.25)])
     assert clip_scales == [1] * 12 + [0.75] * 12 + [0.5] * 12 + [0.25] * 12
+    logged = {key: [value for _, value in rows] for key, rows in scalars(run_dir).items()}
+    assert logged["charts/learning_rate"] == pytest.approx([args.learning_rate * f for f in (1, 0.75, 0.5, 0.25)])
+    first, last = (
+        script.explained_variance(torch.cat(values[i : i + 4]), torch.cat(returns[i : i + 4])) for i in (0, 8)
+    )
+    assert logged["losses/explained_variance"][0] == pytest.approx(float(first), rel=1e-5)
+    assert logged["losses/explained_variance"][0] != pytest.approx(float(last), rel=1e-3)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
@@ -409,26 +389,19 @@ def test_desired_kl_moves_the_learning_rate(script, small_args):
         assert low <= scalars(run_dir)["charts/learning_rate"][-1][1] <= high
 
 
-def test_desired_kl_waits_for_the_first_step(script, small_args, monkeypatch):
-    """In the first minibatch of an iteration the agent is still the same: its KL is rounding, and counts as none."""
-    original, kls = script.adapt_learning_rate, []
-    monkeypatch.setattr(script, "adapt_learning_rate", lambda *args: kls.append(float(args[1])) or original(*args))
-    # One environment, for other products of matrices in acting than in learning; little noise, which enlarges rounding.
-    noise = {} if script.__name__ == "ppo_discrete" else {"log_std_init": -6.0} | NO_BOUNDS[script.__name__]
-    epochs = {"num_minibatches": 1, "update_epochs": 4, "target_kl": None}
-    script.train(small_args(num_envs=1, desired_kl=0.01, **epochs, **noise))
-    assert len(kls) == 16 * 4 and not any(kls[::4]) and all(kls[1::4])
-
-
 def test_desired_kl_goes_on_from_a_new_learning_rate(script, small_args):
-    """--desired-kl goes on with the learning rate that it has come to, unless another one is given."""
-    # The only minibatch of an iteration is its first one, which changes nothing.
+    """--desired-kl goes on with the learning rate that it has come to, unless another one is given. In the first
+    minibatch of an iteration, here its only one, the agent is still the same: its KL is rounding, and counts as 0."""
     flags = {"desired_kl": 0.01, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}
-    _, run_dir = script.train(small_args(learning_rate=1e-4, **flags))
+    # One environment, for other products of matrices in acting than in learning; little noise, which enlarges rounding.
+    flags |= {"num_envs": 1} if script.__name__ == "ppo_discrete" else {"num_envs": 1, "log_std_init": -6.0}
+    _, run_dir = script.train(small_args(learning_rate=1e-4, **flags, **NO_BOUNDS[script.__name__]))
     for steps, given, expected in [(192, {}, 1e-4), (256, {"learning_rate": 2e-4}, 2e-4), (320, {}, 2e-4)]:
         args = script.load_checkpoint(run_dir)["args"]
         script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=steps, **given))
-        assert scalars(run_dir)["charts/learning_rate"][-1][1] == pytest.approx(expected)
+        logged = scalars(run_dir)
+        assert logged["charts/learning_rate"][-1][1] == pytest.approx(expected)
+        assert not any(kl for _, kl in logged["losses/approx_kl"])
 
 
 def test_compiled_functions_refuse_other_shapes_and_types():
