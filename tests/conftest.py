@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -97,6 +96,12 @@ def minibatches(script, watch):
 
 
 @pytest.fixture
+def rollouts(script, watch):
+    """From now on, what each estimate of advantages begins with: (agent, obs, last_obs, final_obs, ...), a result."""
+    return watch(script, "replay_rollout" if script.__name__ == "ppo_rnn" else "estimate_advantages")
+
+
+@pytest.fixture
 def main(monkeypatch, capsys):
     """main(script, *flags): the command line in this process, which is much faster than in a new one. Gives the exit
     status (0 where main() returns) and what was printed."""
@@ -137,17 +142,6 @@ def make_agent(script, obs_size=3, action_size=3, **args):
         return script.Agent((obs_size,), -high, high, script.Args(**args))
     sizes = np.full(action_size, 2) if isinstance(action_size, int) else np.array(action_size)
     return script.Agent((obs_size,), {"sizes": sizes, "start": np.zeros_like(sizes)}, script.Args(**args))
-
-
-def without_memory(script, args, monkeypatch):
-    """Make the memory of ppo_rnn put out the observation that it is shown: features are then observations, and tests
-    of all scripts can be the same. test_rnn.py tests real memories."""
-    if script.__name__ == "ppo_rnn":
-        args.hidden_size = gym.make(args.env_id).observation_space.shape[0]
-        monkeypatch.setattr(script.Memory, "step", lambda self, inputs, state: (inputs, state))
-        # The zero gives its parameters a gradient.
-        zero = lambda self: 0 * sum(parameter.sum() for parameter in self.parameters())  # noqa: E731
-        monkeypatch.setattr(script.Memory, "unroll", lambda self, inputs, *_: inputs + zero(self))
 
 
 def act(agent, raw_obs):
