@@ -1,18 +1,13 @@
 """Atari games of ale-py: the protocol of the published tables, the same in ppo_discrete.py and ppo_rnn.py."""
 
+import json
+
 import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import SMALL
-from torch import nn
 
 BOTH = pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
-
-
-@pytest.fixture
-def args(script, tmp_path):
-    return lambda **changes: script.Args(**{"runs_dir": str(tmp_path)} | SMALL | changes)
 
 
 @BOTH
@@ -31,160 +26,117 @@ def test_settings_of_atari_games(script):
     assert script.parse_args(["--seed=4"], default=resumed).clip_coef == 0.4
 
 
-class Pixels(nn.Module):
-    """A network for tests that need many steps of a game and no skill: some pixels, 512 of them."""
+class Games(ale_py.AtariVectorEnv):
+    """A vector of games that remembers what it was asked for, what went in and what came out. ale-py fills only those
+    rows of infos["final_obs"] whose game was truncated: here all others are 213."""
 
-    def __init__(self, shape):
-        super().__init__()
+    def __init__(self, game, num_envs, **asked):
+        super().__init__(game, num_envs, **asked)
+        Games.last, self.name, self.asked, self.steps = self, game, asked, []
 
-    def forward(self, images):
-        return images[..., ::7, ::7].flatten(-3)[..., :512] / 255.0
+    def reset(self, *, seed=None, options=None):
+        self.seeds = seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, infos = super().step(actions)
+        if "final_obs" in infos:
+            infos["final_obs"] = np.where(truncated[:, None, None, None], infos["final_obs"], np.uint8(213))
+        self.steps.append(
+            (actions, reward, terminated, truncated, infos.get("final_obs", obs)[truncated & ~terminated])
+        )
+        return obs, reward, terminated, truncated, infos
+
+
+class Game(ale_py.AtariEnv):
+    """The game of an evaluation, which remembers what it was asked for, and how many lives each step left."""
+
+    def __init__(self, **asked):
+        super().__init__(**asked)
+        Game.last, self.asked, self.lives = self, asked, []
+
+    def step(self, action):
+        result = super().step(action)
+        self.lives.append(self.ale.lives())
+        return result
+
+
+for name in ("Breakout", "Seaquest", "Pong"):
+    kwargs = gym.spec(f"ALE/{name}-v5").kwargs
+    gym.register(f"ALE/My{name}-v5", Game, vector_entry_point=Games, kwargs=kwargs)
 
 
 @pytest.fixture
-def game(script, args, monkeypatch):
-    """Trains on a game with the cheap network; returns all that went into and came out of its vector environment."""
-    original_step, original_reset, steps, seeds = ale_py.AtariVectorEnv.step, ale_py.AtariVectorEnv.reset, [], []
+def play(script, small_args):
+    """play("Pong", {"frameskip": 2}, ...) trains on a few games, and gives the run folder."""
 
-    def step(self, actions):
-        result = original_step(self, actions)
-        steps.append((actions, *result))
-        return result
-
-    def reset(self, *, seed=None, options=None):
-        seeds.append(seed)
-        return original_reset(self, seed=seed, options=options)
-
-    monkeypatch.setattr(ale_py.AtariVectorEnv, "step", step)
-    monkeypatch.setattr(ale_py.AtariVectorEnv, "reset", reset)
-    monkeypatch.setattr(script, "NatureCNN", Pixels)
-
-    def play(name, **changes):
-        atari = script.ATARI | {"env_id": f"ALE/{name}-v5", "num_envs": 4, "num_steps": 50, "update_epochs": 1}
-        _, run_dir = script.train(args(**atari | {"num_minibatches": 1, "eval_deterministic": True} | changes))
-        return run_dir, steps, seeds[0]
+    def play(name, env_kwargs, **changes):
+        atari = {"env_id": f"ALE/My{name}-v5", "env_kwargs": json.dumps(env_kwargs), "num_envs": 4, "num_steps": 128}
+        changes = {"num_minibatches": 1, "update_epochs": 1} | changes
+        return script.train(small_args(**script.ATARI | atari | changes))[1]
 
     return play
 
 
-def episodes_of(run_dir):
-    lines = (run_dir / "episodes.csv").read_text().splitlines()[1:]
-    return [(int(step), float(score), int(length)) for step, score, length, _ in (line.split(",") for line in lines)]
+CASES = {"Breakout": (600, 50), "Seaquest": (1000, 60), "Pong": (9999, 140)}  # frames of a game, steps of a rollout
 
 
 @pytest.mark.parametrize(
     "script, name",
-    [("ppo_discrete", "Breakout"), ("ppo_discrete", "Seaquest"), ("ppo_discrete", "Pong"), ("ppo_rnn", "Breakout")],
+    [("ppo_discrete", "Breakout"), ("ppo_discrete", "Seaquest"), ("ppo_discrete", "Pong")]
+    + [("ppo_rnn", "Breakout"), ("ppo_rnn", "Seaquest")],
     indirect=["script"],
 )
-def test_scores_are_those_of_whole_games(game, name):
-    """The same actions in a second vector of the same games, which knows nothing of lost lives: its own `terminated`
-    and its rewards give the same rows. Breakout and Seaquest have lives, Pong has none and negative rewards."""
-    run_dir, steps, seeds = game(name, total_timesteps=4 * 1100)
-    again = ale_py.AtariVectorEnv(
-        {"Breakout": "breakout", "Seaquest": "seaquest", "Pong": "pong"}[name],
-        4,
-        repeat_action_probability=0.0,
-        reward_clipping=False,
-        autoreset_mode="SameStep",
-    )
-    again.reset(seed=seeds)
-    expected, scores, lengths = [], np.zeros(4), np.zeros(4, int)
-    for i, (actions, *_) in enumerate(list(steps)):
-        _, reward, terminated, truncated, _ = again.ale.send(actions, np.ones(4, np.float32)) or again.ale.recv()
+def test_scores_and_what_the_learner_sees(script, play, watch, rollouts, name):
+    """Small pictures of games, which end by themselves or after some frames. Breakout and Seaquest have lives, Pong has
+    none and negative rewards.
+
+    The same actions in a second vector of the same games, which knows nothing of lost lives: its own ends and its
+    rewards give the rows of episodes.csv, and the starts of episodes that a memory sees. What reaches the advantages:
+    the sign of each reward, every lost life as a termination, and the final observations of truncated games only."""
+    estimates, (frames, num_steps) = watch(script, "estimate_advantages"), CASES[name]
+    limit, size = {"max_num_frames_per_episode": frames}, {"img_height": 36, "img_width": 36}
+    run_dir = play(name, limit | size, num_steps=num_steps, total_timesteps=4 * 8 * num_steps)
+    games = Games.last
+    actions, raw, terminated, truncated, final_obs = zip(*games.steps)
+    options = {"repeat_action_probability": 0.0, "reward_clipping": False, "autoreset_mode": "SameStep"}
+    again = ale_py.AtariVectorEnv(games.name, 4, **options | limit)
+    again.reset(seed=games.seeds)
+    expected, over, scores, lengths = [], [], np.zeros(4), np.zeros(4, int)
+    for i, action in enumerate(actions):
+        _, reward, game_over, cut, _ = again.step(action)
+        over.append(game_over | cut)
         scores, lengths = scores + reward, lengths + 1
-        for n in np.flatnonzero(terminated | truncated):
+        for n in np.flatnonzero(over[-1]):
             expected.append(((i + 1) * 4, scores[n], lengths[n]))
             scores[n] = lengths[n] = 0
-    assert len(expected) >= 3 and episodes_of(run_dir) == expected
-    lives_lost = sum(step[3].sum() for step in steps)
-    assert (lives_lost > 2 * len(expected)) == (name != "Pong")
+    lines = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    assert [(int(step), float(score), int(length)) for step, score, length, _ in lines] == expected
+    assert len(expected) >= 3 and (np.sum(terminated) > 2 * len(expected)) == (name != "Pong")
+    some_are_cut = any(0 < sum(cut) < 4 for cut in truncated) and np.sum(truncated) < len(expected)
+    assert {"Breakout": some_are_cut, "Seaquest": np.max(raw) > 1, "Pong": np.min(raw) < 0}[name]
+
+    rewards, terminations = (np.concatenate([arguments[k] for arguments, _ in estimates]) for k in (4, 5))
+    assert np.array_equal(rewards, np.sign(raw)) and np.array_equal(terminations, terminated)
+    assert np.array_equal(np.concatenate([arguments[3] for arguments, _ in rollouts]), np.concatenate(final_obs))
+    if script.__name__ == "ppo_rnn":
+        assert np.array_equal(np.concatenate([arguments[4][1:] for arguments, _ in rollouts]), over)
 
 
 @BOTH
-def test_learner_sees_signs_and_lost_lives(script, game, monkeypatch):
-    """What reaches the advantages: the sign of each reward, and every lost life as a termination."""
-    original, seen = script.compute_gae, []
-
-    def spy(rewards, values, next_values, terminations, *rest):
-        seen.append((rewards.clone(), terminations.clone()))
-        return original(rewards, values, next_values, terminations, *rest)
-
-    monkeypatch.setattr(script, "compute_gae", spy)
-    _, steps, _ = game("Seaquest", total_timesteps=4 * 500)
-    rewards = np.concatenate([rewards for rewards, _ in seen])
-    raw = np.stack([step[2] for step in steps])
-    assert raw.max() > 1 and np.array_equal(rewards, np.sign(raw))
-    assert np.array_equal(np.concatenate([ends for _, ends in seen]), np.stack([step[3] for step in steps]))
-
-
-@BOTH
-def test_garbage_final_observations_are_not_read(script, game, monkeypatch):
-    """ale-py fills only the rows of infos["final_obs"] whose game was truncated. With games cut after 600 frames,
-    which some reach and some do not, and every other row poisoned, the critic gets exactly the truncated ones."""
-    make_vec, step, truncated_rows = gym.make_vec, ale_py.AtariVectorEnv.step, []
-
-    def poisoned(self, actions):
-        obs, reward, terminated, truncated, infos = step(self, actions)
-        if "final_obs" in infos:
-            infos["final_obs"] = infos["final_obs"].copy()
-            infos["final_obs"][~truncated] = 213
-            truncated_rows.extend(infos["final_obs"][truncated])
-        return obs, reward, terminated, truncated, infos
-
-    name = "replay_rollout" if script.__name__ == "ppo_rnn" else "estimate_advantages"
-    original, seen = getattr(script, name), []
-
-    def spy(agent, obs, last_obs, final_obs, *rest):
-        seen.extend(final_obs.numpy())
-        return original(agent, obs, last_obs, final_obs, *rest)
-
-    monkeypatch.setattr(ale_py.AtariVectorEnv, "step", poisoned)
-    monkeypatch.setattr(gym, "make_vec", lambda *a, **k: make_vec(*a, max_num_frames_per_episode=600, **k))
-    monkeypatch.setattr(script, name, spy)
-    _, steps, _ = game("Breakout", total_timesteps=4 * 500)
-    lost_lives = sum(step[3].sum() for step in steps)
-    assert lost_lives > 10 and any(0 < step[4].sum() < 4 for step in steps)
-    assert np.array_equal(seen, truncated_rows) and not (np.stack(seen) == 213).all((1, 2, 3)).any()
-
-
-@BOTH
-def test_evaluation_launches_the_ball(script, monkeypatch):
-    """Breakout begins with FIRE, as in training: with no-ops only a life is lost soon, instead of never."""
-    lives, make = [], script.make_evaluation_env
-    monkeypatch.setattr(script, "make_evaluation_env", lambda *a, **k: lives.append(make(*a, **k)) or lives[0])
-
-    class NoOps:
-        args, obs_rms = script.Args(**script.ATARI), script.RunningMeanStd(())
-
-        def predict(self, *arguments):
-            lives.append(lives[0].unwrapped.ale.lives())
-            if len(lives) > 120:
-                raise TimeoutError
-            return (0, None) if script.__name__ == "ppo_rnn" else 0
-
-    with pytest.raises(TimeoutError):
-        script.evaluate(NoOps(), "ALE/Breakout-v5", 1, 0)
-    assert lives[1] == 5 and lives[-1] < 5
-
-
-@BOTH
-@pytest.mark.parametrize("sticky", [False, True])
-def test_protocol_of_the_games(script, game, sticky, monkeypatch):
-    """What ale-py is asked for, and that --env-kwargs reach the games of training and evaluation."""
-    make_vec, make, asked = gym.make_vec, gym.make, []
-    kwargs = {"env_kwargs": '{"repeat_action_probability": 0.25}'} if sticky else {}
-    short = {"max_num_frames_per_episode": 200}  # an evaluation of 50 steps
-    monkeypatch.setattr(gym, "make_vec", lambda *a, **k: (asked.append(k), make_vec(*a, **k))[1])
-    monkeypatch.setattr(gym, "make", lambda *a, **k: (asked.append(k), make(*a, **k, **short))[1])
-    run_dir, _, _ = game("Freeway", total_timesteps=400, **kwargs)
+@pytest.mark.parametrize("sticky", [{}, {"repeat_action_probability": 0.25}])
+def test_protocol_of_the_games(script, play, sticky):
+    """What ale-py is asked for; --env-kwargs reach the games of training and evaluation. Breakout begins with FIRE in
+    both: with no-ops only, an evaluation loses a life soon, instead of never."""
+    run_dir = play("Breakout", sticky | {"max_num_frames_per_episode": 500}, num_steps=8, total_timesteps=32)
     agent, shapes = script.load_agent(run_dir), []
-    predict = agent.predict
-    agent.predict = lambda obs, *rest: (shapes.append(obs.shape), predict(obs, *rest))[1]
-    script.evaluate(agent, "ALE/Freeway-v5", 1, 0)
-    assert 40 < len(shapes) <= 50 and set(shapes) == {(4, 84, 84)}
-    training, evaluation = asked
-    assert training["repeat_action_probability"] == evaluation["repeat_action_probability"] == 0.25 * sticky
+    agent.predict = lambda obs, *_: shapes.append(obs.shape) or ((0, None) if script.__name__ == "ppo_rnn" else 0)
+    script.evaluate(agent, "ALE/MyBreakout-v5", 1, 0)
+    assert 90 < len(shapes) <= 125 and set(shapes) == {(4, 84, 84)}
+    assert Game.last.lives[0] == 5 and Game.last.lives[-1] < 5
+    training, evaluation = Games.last.asked, Game.last.asked
+    for asked in (training, evaluation):
+        assert asked["repeat_action_probability"] == sticky.get("repeat_action_probability", 0.0)
     assert (training["reward_clipping"], training["episodic_life"], training["life_loss_info"]) == (False, False, True)
     assert evaluation["frameskip"] == 1  # AtariPreprocessing skips
 
@@ -209,38 +161,15 @@ def test_evaluation_sees_what_training_saw(script):
 
 
 @BOTH
-def test_ratio_is_one_in_the_first_minibatch(script, args, monkeypatch):
+def test_ratio_is_one_in_the_first_minibatch(script, play, minibatches):
     """With the Nature CNN, in two iterations of one minibatch and two epochs. A ratio r adds r - 1 - log(r) to the KL,
     which is 0 only for r = 1."""
-    original, kls = script.ppo_loss, []
-
-    def spy(*arguments):
-        loss, metrics = original(*arguments)
-        kls.append(metrics["approx_kl"].item())
-        return loss, metrics
-
-    monkeypatch.setattr(script, "ppo_loss", spy)
-    game = {"env_id": "ALE/Breakout-v5", "num_envs": 2, "num_steps": 32, "num_minibatches": 1, "update_epochs": 2}
-    script.train(args(**script.ATARI | game | {"total_timesteps": 2 * 64, "learning_rate": 1e-3}))
+    play("Breakout", {}, num_envs=2, num_steps=32, update_epochs=2, total_timesteps=2 * 64, learning_rate=1e-3)
+    kls = [metrics["approx_kl"].item() for _, (_, metrics) in minibatches]
     assert len(kls) == 4 and max(kls[::2]) < 1e-10 and min(kls[1::2]) > 1e-8
 
 
-@pytest.mark.parametrize("script", ["ppo_rnn"], indirect=True)
-def test_memory_outlasts_a_lost_life(script, game, monkeypatch):
-    """An episode of the memory is a game: it starts where episodes.csv has the end of another one."""
-    original, starts = script.replay_rollout, []
-
-    def spy(agent, obs, last_obs, final_obs, episode_starts, *rest):
-        starts.append(episode_starts.sum().item() - episode_starts[0].sum().item())
-        return original(agent, obs, last_obs, final_obs, episode_starts, *rest)
-
-    monkeypatch.setattr(script, "replay_rollout", spy)
-    run_dir, steps, _ = game("Breakout", total_timesteps=4 * 500)
-    assert sum(starts) == len(episodes_of(run_dir)) > 1 and sum(step[3].sum() for step in steps) > 4 * sum(starts)
-
-
 @pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
-def test_gradient_of_the_nature_cnn(script, args):
+def test_gradient_of_the_nature_cnn(play):
     """Compiled, at Atari's minibatch of 256: the run would end if it were not that of eager mode."""
-    flags = {"env_id": "ALE/Breakout-v5", "num_envs": 2, "num_minibatches": 1, "update_epochs": 1, "compile": True}
-    script.train(args(**script.ATARI | flags | {"total_timesteps": 256}))
+    play("Breakout", {}, num_envs=2, total_timesteps=256, compile=True)
