@@ -6,15 +6,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, TESTS, golden
+from conftest import TESTS, flags_of, golden
 from torch import nn
 
 import ppo_discrete as script
 
 
-@pytest.fixture
-def args(tmp_path):
-    return lambda **changes: script.Args(**{"runs_dir": str(tmp_path)} | SMALL | changes)
+@pytest.fixture(name="script")
+def only_script():
+    return script
 
 
 def policy(sizes):
@@ -165,49 +165,41 @@ class Masked(gym.Env):
 gym.register("masks/Masked-v0", Masked)
 
 
-@pytest.mark.parametrize("form", ["flat", "tuple", "list", "lists", "row"])
-@pytest.mark.parametrize("async_envs", [False, True])
-def test_masks_reach_the_environment(args, monkeypatch, form, async_envs):
+@pytest.mark.parametrize(
+    "form, async_envs", [*((form, False) for form in ("flat", "tuple", "list", "lists", "row")), ("tuple", True)]
+)
+def test_masks_reach_the_environment(small_args, form, async_envs):
     """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
-    monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
-    agent, _ = script.train(args(env_id="masks/Masked-v0", async_envs=async_envs))
+    env_kwargs = json.dumps({"form": form})
+    agent, _ = script.train(small_args(env_id="masks/Masked-v0", env_kwargs=env_kwargs, async_envs=async_envs))
     for deterministic in (True, False):
         script.evaluate(agent, "masks/Masked-v0", 5, 0, deterministic)
 
 
-def test_without_masks_the_environment_is_not_obeyed(args):
+def test_without_masks_the_environment_is_not_obeyed(small_args):
     with pytest.raises(AssertionError, match="a forbidden choice"):
-        script.train(args(env_id="masks/Masked-v0", mask_actions=False))
+        script.train(small_args(env_id="masks/Masked-v0", mask_actions=False))
 
 
 @pytest.mark.parametrize("norm_obs", [False, True])
-def test_update_sees_the_masks_of_acting(args, monkeypatch, norm_obs):
-    """In the first minibatch of every iteration all ratios are 1, with masks that differ from state to state; and the
-    masks it has are those that the observations, which show them, had."""
-    original, minibatches = script.ppo_loss, []
-
-    def spy(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest):
-        with torch.no_grad():  # not the metric: train() sets the first KL of an iteration to 0
-            log_probs = agent.get_action_and_value(mb_obs, mb_actions, rest[-1])[1]
-        minibatches.append((mb_obs, rest[-1], (log_probs - mb_log_probs).exp()))
-        return original(agent, args, clip_scale, mb_obs, mb_actions, mb_log_probs, *rest)
-
-    monkeypatch.setattr(script, "ppo_loss", spy)
-    script.train(args(env_id="masks/Masked-v0", norm_obs=norm_obs))
+def test_update_sees_the_masks_of_acting(small_args, minibatches, norm_obs):
+    """In the first minibatch of every iteration no ratio leaves the narrowest range of clipping, with masks that differ
+    from state to state; and the masks it has are those that the observations, which show them, had."""
+    script.train(small_args(env_id="masks/Masked-v0", norm_obs=norm_obs, clip_coef=1e-5))
     assert len(minibatches) == 4 * 2 * 4  # iterations, epochs, minibatches
-    for mb_obs, mb_masks, _ in minibatches:
+    for (_, _, _, mb_obs, *_, mb_masks), _ in minibatches:
         assert mb_masks.any() and not mb_masks.all()
         if not norm_obs:
             assert torch.equal(mb_masks, mb_obs.bool())
-    for _, _, ratio in minibatches[::8]:
-        assert (ratio - 1).abs().max() <= 1e-5
-    assert (minibatches[7][2] - 1).abs().max() > 1e-3  # while the last minibatch finds another agent
+    metrics = [metrics for _, (_, metrics) in minibatches]
+    assert all(first["clipfrac"] == 0 for first in metrics[::8])
+    assert metrics[7]["approx_kl"] > 1e-6  # while the last minibatch finds another agent
 
 
-def test_learns_under_masks(args):
+def test_learns_under_masks(small_args):
     """The optimum is known: the highest allowed choices in all five steps."""
     settings = {"num_envs": 16, "num_steps": 32, "update_epochs": 10, "learning_rate": 3e-3, "total_timesteps": 16_000}
-    agent, _ = script.train(args(env_id="masks/Masked-v0", **settings))
+    agent, _ = script.train(small_args(env_id="masks/Masked-v0", **settings))
     assert script.evaluate(agent, "masks/Masked-v0", 50, 0).mean() > 4.9
 
 
@@ -215,11 +207,10 @@ def test_learns_under_masks(args):
     "form, message",
     [("short", "has 4 entries, the actions need 5"), ("number", "has 1 entries"), ("none", "forbids every")],
 )
-def test_impossible_masks(args, monkeypatch, capsys, form, message):
-    monkeypatch.setitem(gym.registry["masks/Masked-v0"].kwargs, "form", form)
-    with pytest.raises(SystemExit) as exit:
-        script.train(args(env_id="masks/Masked-v0"))
-    assert exit.value.code == 2 and message in capsys.readouterr().err
+def test_impossible_masks(main, tmp_path, form, message):
+    flags = flags_of(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": form}), runs_dir=tmp_path, compile=False)
+    failed = main(script, *flags)
+    assert failed.returncode == 2 and message in failed.stderr
 
 
 def test_masks_of_some_environments_only():
@@ -229,7 +220,7 @@ def test_masks_of_some_environments_only():
     assert script.read_action_masks({}, 2, [2, 3]).all()
 
 
-def test_discrete_that_does_not_start_at_zero(args):
+def test_discrete_that_does_not_start_at_zero(small_args):
     """The environment sees 5, 6, 7; a single action is a plain number, as env.step wants it."""
 
     class Start(gym.Env):
@@ -245,7 +236,7 @@ def test_discrete_that_does_not_start_at_zero(args):
 
     if "discrete/Start-v0" not in gym.registry:
         gym.register("discrete/Start-v0", Start)
-    agent, run_dir = script.train(args(env_id="discrete/Start-v0", total_timesteps=4096, learning_rate=3e-3))
+    agent, run_dir = script.train(small_args(env_id="discrete/Start-v0", total_timesteps=4096, learning_rate=3e-3))
     obs = np.eye(4)[[0, 0]]
     for actor in (agent, script.load_agent(run_dir)):
         assert actor.predict(obs).tolist() == [7, 7] and {actor.predict(obs[0]): "can be a key"}[7]
@@ -281,18 +272,11 @@ gym.register("images/Middle-v0", Images, kwargs={"shape": (40, 3, 48)})
 
 
 @pytest.mark.parametrize("name", ["Last", "First"])
-def test_images(args, monkeypatch, name):
+def test_images(small_args, rollouts, name):
     """Channels first or last: stored as bytes, learned, saved, loaded, evaluated. The final observations that the
     critic sees are those that the environment ended in."""
-    original, seen = script.estimate_advantages, []
-
-    def spy(agent, obs, last_obs, final_obs, *rest):
-        seen.append((obs, final_obs))
-        return original(agent, obs, last_obs, final_obs, *rest)
-
-    monkeypatch.setattr(script, "estimate_advantages", spy)
-    agent, run_dir = script.train(args(env_id=f"images/{name}-v0", total_timesteps=1024, update_epochs=4))
-    obs, final_obs = seen[0]
+    agent, run_dir = script.train(small_args(env_id=f"images/{name}-v0", total_timesteps=1024, update_epochs=4))
+    (_, obs, _, final_obs, *_), _ = rollouts[0]
     assert obs.dtype == final_obs.dtype == torch.uint8 and (final_obs == 7).all() and len(final_obs) == 64
     assert script.evaluate(script.load_agent(run_dir), f"images/{name}-v0", 20, 0).mean() == 1
     assert agent.obs_rms.count.item() == pytest.approx(1e-4)
@@ -321,14 +305,14 @@ def test_network_of_mnih_et_al():
 
 
 @pytest.mark.parametrize("name, size", [("Small", 7 * 48 * 3), ("Middle", 40 * 3 * 48)])
-def test_what_is_no_image_is_flattened(args, name, size):
+def test_what_is_no_image_is_flattened(small_args, name, size):
     """7 x 48 pixels are too few for the network, and channels in the middle are none: vectors."""
-    agent, _ = script.train(args(env_id=f"images/{name}-v0", total_timesteps=64))
+    agent, _ = script.train(small_args(env_id=f"images/{name}-v0", total_timesteps=64))
     assert not agent.sees_images and agent.obs_rms.mean.shape == (size,)
     assert agent.obs_rms.count.item() == pytest.approx(64, abs=1e-3)
 
 
-def test_images_through_the_wrappers_of_gymnasium(args):
+def test_images_through_the_wrappers_of_gymnasium(small_args):
     """An environment registered with wrappers, as README shows it: grey, 84 x 84, the last four frames."""
     wrappers = (
         gym.wrappers.GrayscaleObservation.wrapper_spec(),
@@ -337,7 +321,7 @@ def test_images_through_the_wrappers_of_gymnasium(args):
     )
     if "images/Wrapped-v0" not in gym.registry:
         gym.register("images/Wrapped-v0", Images, kwargs={"shape": (120, 100, 3)}, additional_wrappers=wrappers)
-    agent, _ = script.train(args(env_id="images/Wrapped-v0", total_timesteps=64))
+    agent, _ = script.train(small_args(env_id="images/Wrapped-v0", total_timesteps=64))
     assert agent.sees_images and agent.obs_rms.mean.shape == (4, 84, 84)
     assert script.evaluate(agent, "images/Wrapped-v0", 2, 0).shape == (2,)
 
@@ -345,7 +329,7 @@ def test_images_through_the_wrappers_of_gymnasium(args):
 # ---------------------------------------------------------------------------------------------------- CleanRL
 
 
-def test_first_iteration_of_cleanrl(args, monkeypatch):
+def test_first_iteration_of_cleanrl(minibatches, monkeypatch, tmp_path):
     """From the same weights, on the same rollout, in the same order of samples: the losses of all 16 minibatches and
     the weights after them are those that CleanRL's ppo.py computed."""
     expected = json.loads((TESTS / "cleanrl.json").read_text())
@@ -360,11 +344,13 @@ def test_first_iteration_of_cleanrl(args, monkeypatch):
         weights[f"{name}.weight"] = torch.tensor(rng.normal(size=shape).astype(np.float32) / shape[1] ** 0.5)
         weights[f"{name}.bias"] = torch.tensor(rng.normal(size=shape[0]).astype(np.float32) * 0.1)
 
-    class Replay:
+    class Replay(gym.vector.VectorEnv):
         single_observation_space, single_action_space = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
-        action_space = gym.spaces.MultiDiscrete([2] * N)
 
-        def reset(self, seed=None):
+        def __init__(self, num_envs, autoreset_mode):
+            self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
+
+        def reset(self, *, seed=None, options=None):
             self.t = 0
             return obs[0], {}
 
@@ -372,9 +358,6 @@ def test_first_iteration_of_cleanrl(args, monkeypatch):
             assert (given == actions[self.t]).all()
             self.t += 1
             return obs[self.t], rewards[self.t - 1], terminations[self.t - 1], np.zeros(N, bool), {}
-
-        def close(self):
-            pass
 
     class SameWeights(script.Agent):
         def __init__(self, *arguments):
@@ -394,23 +377,15 @@ def test_first_iteration_of_cleanrl(args, monkeypatch):
         shuffle.shuffle(order)
         return torch.tensor(order)
 
-    original, found = script.ppo_loss, []
-
-    def spy(*minibatch):
-        loss, metrics = original(*minibatch)
-        found.append({name: value.item() for name, value in metrics.items()})
-        return loss, metrics
-
-    monkeypatch.setattr(script, "make_envs", lambda args, num_envs: Replay())
+    gym.register("cleanrl/Replay-v0", vector_entry_point=Replay)
     monkeypatch.setattr(script, "Agent", SameWeights)
     monkeypatch.setattr(torch, "randperm", next_order)
-    monkeypatch.setattr(script, "ppo_loss", spy)
     flags = "--clip-vloss --no-norm-obs --no-norm-reward --update-epochs 4 --num-minibatches 4 --learning-rate 2.5e-4"
-    cleanrl = script.parse_args([*flags.split(), "--ent-coef=0.01", "--num-envs=4"])
-    cleanrl.num_steps, cleanrl.total_timesteps = T, T * N
-    agent, _ = script.train(args(**vars(cleanrl) | {"runs_dir": args().runs_dir, "compile": False}))
-    assert len(found) == len(expected["minibatches"]) == 16
-    for ours, theirs in zip(found, expected["minibatches"]):
-        assert ours == pytest.approx(theirs, abs=1e-6)
+    flags += f" --ent-coef 0.01 --num-envs {N} --num-steps {T} --total-timesteps {T * N}"
+    flags += f" --env-id cleanrl/Replay-v0 --no-compile --runs-dir {tmp_path}"
+    agent, _ = script.train(script.parse_args(flags.split()))
+    assert len(minibatches) == len(expected["minibatches"]) == 16
+    for (_, (_, ours)), theirs in zip(minibatches, expected["minibatches"]):
+        assert {name: value.item() for name, value in ours.items()} == pytest.approx(theirs, abs=1e-6)
     for name in ("actor.4.weight", "critic.4.weight"):
         torch.testing.assert_close(agent.state_dict()[name], torch.tensor(expected[name]), atol=1e-6, rtol=0)
