@@ -1,5 +1,6 @@
 """What only ppo_rnn.py has: a memory, its state between steps, rollouts and episodes, and the replay in the update."""
 
+import json
 import math
 
 import gymnasium as gym
@@ -9,6 +10,8 @@ import test_discrete  # registers environments with masks and with images  # noq
 import torch
 from conftest import SMALL, golden, scalars
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import ppo_rnn as script
 
@@ -73,8 +76,7 @@ def step_by_step(agent, obs, starts, state):
 
 
 @BOTH_CELLS
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("kind", ["discrete", "box"])
+@pytest.mark.parametrize("kind, separate", [("discrete", False), ("box", True)])
 @pytest.mark.parametrize("where", STARTS)
 def test_replay_is_step_by_step(where, kind, separate, cell):
     """Log-probabilities, values and the gradients of both, in all parameters and in the state before the rollout."""
@@ -95,33 +97,30 @@ def test_replay_is_step_by_step(where, kind, separate, cell):
         torch.testing.assert_close(replayed, stepped, atol=1e-5, rtol=1e-5)
 
 
+class Kernel(TorchFunctionMode):
+    """Notes the inputs and the states that torch.lstm and torch.gru are given."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function in (torch.lstm, torch.gru):
+            self.given.append(arguments[:2])
+        return function(*arguments, **(options or {}))
+
+
 @BOTH_CELLS
 def test_long_rollouts_take_one_call(cell):
-    """The same for 200 steps of environments that start seldom or always, in one call of the kernel, and nearly in the
-    time of as many steps as there are."""
-    agent, calls = make_agent(cell=cell), []
+    """200 steps of environments that start seldom or always: in one call of each memory's kernel, nearly in the time of
+    as many steps as there are. All that it gets is contiguous: cuDNN refuses what is not, the CPU takes it."""
+    agent, kernel = make_agent(cell=cell, separate_critic_rnn=True), Kernel()
+    kernel.given = []
     obs, state = torch.randn(200, 6, 3), torch.randn(6, agent.initial_state(1).shape[1])
     starts = torch.rand(200, 6) < torch.tensor([0.0, 0.005, 0.01, 0.02, 0.05, 0.1])
-    kernel = getattr(torch, cell)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch, cell, lambda x, *rest: (calls.append(x.shape), kernel(x, *rest))[1])
+    with kernel, torch.no_grad():
         features = agent.replay(obs, starts, state)
         agent.replay(obs, starts | True, state)
     torch.testing.assert_close(features, step_by_step(agent, obs, starts, state), atol=1e-5, rtol=1e-5)
-    assert [tuple(shape[:2]) for shape in calls] == [(200 + int(starts.sum(0).max()), 6), (400, 6)]
-
-
-@BOTH_CELLS
-def test_kernel_gets_whole_pieces_of_memory(cell, monkeypatch):
-    """Everything it is given is contiguous: cuDNN refuses what is not, the CPU takes it."""
-    agent, kernel, given = make_agent(cell=cell, separate_critic_rnn=True), getattr(torch, cell), []
-    monkeypatch.setattr(
-        torch,
-        cell,
-        lambda x, hx, *rest: (given.extend([x, *(hx if isinstance(hx, list) else [hx])]), kernel(x, hx, *rest))[1],
-    )
-    agent.replay(torch.randn(T, n, 3), STARTS["often"], torch.randn(n, agent.initial_state(n).shape[1]))
-    assert given and all(tensor.is_contiguous() for tensor in given)
+    rows = [200 + int(starts.sum(0).max()), 400]
+    assert [tuple(x.shape[:2]) for x, _ in kernel.given] == [(rows[0], 6)] * 2 + [(rows[1], 6)] * 2
+    assert all(tensor.is_contiguous() for tensor in tree_leaves(kernel.given))
 
 
 @BOTH_CELLS
@@ -139,16 +138,6 @@ def test_reset_is_exact(cell):
     assert not torch.autograd.grad(one.sum(), states[0])[0].any()
 
 
-def test_replay_sees_mistakes():
-    """The comparison above can fail: a state that is not reset, reset one step late, or in the wrong environment."""
-    agent, obs, state = make_agent(), torch.randn(T, n, 3), torch.randn(n, 16)
-    starts = STARTS["seldom"]
-    right = step_by_step(agent, obs, starts, state)
-    for wrong in (starts & False, starts.roll(1, 0), starts.roll(1, 1)):
-        assert (agent.replay(obs, wrong, state) - right).abs().max() > 0.01
-    assert (agent.replay(obs, starts, state.roll(1, 0)) - right).abs().max() > 0.01
-
-
 def test_golden_reset():
     """Outputs and final state of an LSTM whose state is reset before some of the steps."""
     inputs, expected = golden("lstm_done_reset")
@@ -162,20 +151,6 @@ def test_golden_reset():
         output, state = memory.step(x[t], torch.where(starts[t].unsqueeze(1), 0.0, state))
         torch.testing.assert_close(output, expected["outputs"][t], atol=1e-9, rtol=0)
     torch.testing.assert_close(state, torch.cat([expected["h_final"], expected["c_final"]], -1), atol=1e-9, rtol=0)
-
-
-@BOTH_CELLS
-def test_without_episodes_longer_than_a_step_there_is_no_memory(cell):
-    """episode_starts all ones: every output is that of its observation alone, whatever the order and the state."""
-    agent, obs = make_agent(cell=cell), torch.randn(T, n, 3)
-    states = torch.randn(2, n, agent.initial_state(n).shape[1])
-    every = STARTS["every step"]
-    features, order = agent.replay(obs, every, states[0]), torch.randperm(T)
-    torch.testing.assert_close(agent.replay(obs[order], every, states[1]), features[order], atol=1e-6, rtol=0)
-    alone, _ = agent.remember(obs.flatten(0, 1), agent.initial_state(T * n))
-    torch.testing.assert_close(features.flatten(0, 1), alone, atol=1e-6, rtol=0)
-    (gradient,) = torch.autograd.grad(features.sum(), agent.memories[0].cell.weight_hh)
-    assert not gradient.any()
 
 
 def test_initialisation_of_the_memory():
@@ -211,145 +186,92 @@ def test_critic_with_a_memory_of_its_own(cell):
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(watch):
     """What train() passes to, and gets from, the functions that matter: {name: [(arguments, result), ...]}"""
-    calls = {}
-
-    def spy(owner, name):
-        original, calls[name] = getattr(owner, name), []
-
-        def recorded(*arguments, **named):
-            result = original(*arguments, **named)
-            calls[name].append((arguments, result))
-            return result
-
-        monkeypatch.setattr(owner, name, recorded)
-
-    for name in ("ppo_loss", "replay_rollout", "estimate_advantages"):
-        spy(script, name)
-    for name in ("remember", "replay", "get_action_and_value"):
-        spy(script.Agent, name)
-    return calls
+    owners = dict.fromkeys(["ppo_loss", "replay_rollout", "estimate_advantages"], script)
+    owners |= {"remember": script.Agent, "randperm": torch}
+    return {name: watch(owner, name) for name, owner in owners.items()}
 
 
 CHAIN = {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 24 * 5}
 
 
-@BOTH_CELLS
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("env_id", ["box/Chain-v0", "discrete/Chain-v0", "masks/Masked-v0", "images/First-v0"])
-def test_ratio_is_one_in_the_first_minibatch(args, monkeypatch, env_id, separate, cell):
+@pytest.mark.parametrize(
+    "env_id, cell, separate",
+    [
+        ("box/Chain-v0", "lstm", False),
+        ("discrete/Chain-v0", "gru", True),
+        ("masks/Masked-v0", "lstm", True),
+        ("images/First-v0", "gru", False),
+    ],
+)
+def test_ratio_is_one_in_the_first_minibatch(args, seen, env_id, cell, separate):
     """In every iteration, with episodes that span rollouts and end anywhere in them, moving observation statistics,
-    masks, images, and columns in a new order."""
-    original, ratios = script.ppo_loss, []
-
-    def spy(agent, args, clip_scale, features, actions, log_probs, values, advantages, returns, masks):
-        with torch.no_grad():
-            ratios.append((agent.get_action_and_value(features, actions, masks)[1] - log_probs).exp())
-        return original(agent, args, clip_scale, features, actions, log_probs, values, advantages, returns, masks)
-
-    monkeypatch.setattr(script, "ppo_loss", spy)
-    script.train(args(env_id=env_id, cell=cell, separate_critic_rnn=separate, learning_rate=0.01, **CHAIN))
-    assert len(ratios) == 5 * 2 * 2  # iterations, epochs, minibatches
-    for first in ratios[::4]:
-        assert (first - 1).abs().max() <= 1e-5
-    assert (ratios[3] - 1).abs().max() > 1e-3
+    masks, images, and columns in a new order. Clipped is every ratio that is further from 1 than 1e-5: none in the
+    first minibatch, some in the fourth."""
+    flags = {"env_id": env_id, "cell": cell, "separate_critic_rnn": separate}
+    script.train(args(**flags, learning_rate=0.01, clip_coef=1e-5, **CHAIN))
+    clipped = [metrics["clipfrac"].item() for _, (_, metrics) in seen["ppo_loss"]]
+    assert len(clipped) == 5 * 2 * 2  # iterations, epochs, minibatches
+    assert not any(clipped[::4]) and all(clipped[3::4])
 
 
-@BOTH_CELLS
-def test_state_is_carried(args, seen, cell):
+@pytest.mark.parametrize("cell, end", [("lstm", "truncated"), ("gru", "terminated")])
+def test_state_is_carried_and_reset(args, seen, cell, end):
     """Through five rollouts: the state that a step finds is that which the step before it left, to the bit, with zeros
-    where an episode starts, whatever was bootstrapped in between; and every rollout knows the state it
-    began with."""
-    script.train(args(env_id="discrete/Chain-v0", cell=cell, **CHAIN))
-    before = [arguments[2] for arguments, _ in seen["remember"]]
-    after = [result[1] for _, result in seen["remember"]]
+    exactly where an episode starts, whatever was bootstrapped in between; and every rollout knows the state it began
+    with. A checkpoint lies in the middle of episodes; the resumed run starts new ones, without memory."""
+    settings = {"env_id": "discrete/Chain-v0", "cell": cell, "norm_obs": False}
+    settings["env_kwargs"] = json.dumps({"end": end, "lengths": [3, 5, 2, 7, 1, 6]})
+
+    def states(num_steps):
+        """The state after every step, if those before it are as they should be"""
+        obs, before = (torch.stack([arguments[i] for arguments, _ in seen["remember"]]) for i in (1, 2))
+        after = torch.stack([state for _, (_, state) in seen["remember"]])
+        starts = obs[:, :, :1] == 1  # the chain shows its state one-hot
+        assert len(before) == num_steps and starts[0].all() and starts.any(0).all() and not starts.all(0).any()
+        expected = after.roll(1, 0).masked_fill(starts, 0.0)
+        assert torch.equal(before, expected)
+        return after
+
+    _, run_dir = script.train(args(**settings | CHAIN))
+    after = states(30)
     first_states = [arguments[-1] for arguments, _ in seen["replay_rollout"][:: SMALL["update_epochs"]]]
-    assert len(before) == 30 and len(first_states) == 5 and not before[0].any()
-    carried = torch.stack([(before[t] == after[t - 1]).all(1) for t in range(1, 30)])
-    reset = torch.stack([(before[t] == 0).all(1) for t in range(1, 30)])
-    assert (carried ^ reset).all() and reset.any(0).all() and carried.any(0).all()
-    for iteration in range(1, 5):
-        assert torch.equal(first_states[iteration], after[6 * iteration - 1])
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 6, 7])
-def test_state_is_reset_where_episodes_start(args, seen, monkeypatch, length):
-    """Episodes of one length: exactly their first steps find a state of zeros, also across rollouts of six steps."""
-    monkeypatch.setitem(gym.registry["box/Chain-v0"].kwargs, "lengths", (length,))
-    script.train(args(env_id="box/Chain-v0", **CHAIN))
-    zero = [(arguments[2] == 0).all(1).tolist() for arguments, _ in seen["remember"]]
-    assert zero == [[t % length == 0] * 4 for t in range(30)]
-
-
-def test_resumed_run_starts_episodes_without_memory(args, seen):
-    """A checkpoint lies in the middle of episodes. The resumed run starts new ones: its first step finds zeros."""
-    _, run_dir = script.train(args(env_id="box/Chain-v0", **CHAIN | {"total_timesteps": 24}))
-    assert seen["remember"][-1][1][1].any()  # the state after the last step
+    assert torch.equal(torch.stack(first_states[1:]), after[5:-1:6]) and after[-1].any(1).all()
     seen["remember"].clear()
-    script.train(args(env_id="box/Chain-v0", resume=str(run_dir), **CHAIN | {"total_timesteps": 48}))
-    states = [arguments[2] for arguments, _ in seen["remember"]]
-    assert len(states) == 6 and not states[0].any() and states[1].any()
+    script.train(args(**settings | CHAIN | {"total_timesteps": 24 * 10}, resume=str(run_dir)))
+    states(30)
 
 
-def test_minibatches_are_columns(args, seen, monkeypatch):
-    """The golden case: environments 2 and 0 of 4, three steps each, flattened in the order of time; their states."""
-    inputs, expected = golden("recurrent_minibatch")
-    order = inputs["env_inds"].long().tolist()
-    rest = [i for i in range(inputs["N"]) if i not in order]
-    monkeypatch.setattr(torch, "randperm", lambda size: torch.tensor(order + rest))
-    sizes = {"num_envs": inputs["N"], "num_steps": inputs["T"], "num_minibatches": 2, "total_timesteps": 24}
-    script.train(args(env_id="discrete/Chain-v0", update_epochs=1, **sizes))
-    rows, columns = expected["flat_inds"].long(), torch.tensor(order)
-    for iteration in range(2):
-        mb = seen["ppo_loss"][2 * iteration][0][3:]
-        features, _, _ = seen["replay_rollout"][iteration][1]
-        torch.testing.assert_close(mb[0], features.flatten(0, 1)[rows], atol=1e-6, rtol=0)
-        for mine, whole in zip(mb[3:6], seen["estimate_advantages"][iteration][1]):
-            assert torch.equal(mine, whole.flatten()[rows])
-        first_state = seen["replay_rollout"][iteration][0][-1]
-        replays = [arguments for arguments, _ in seen["replay"] if arguments[1].shape[1] == 2]
-        assert torch.equal(replays[2 * iteration][3], first_state[columns])
-    assert first_state[columns].any()
-
-
-@BOTH_CELLS
-@pytest.mark.parametrize("env_id", ["box/Chain-v0", "discrete/Chain-v0"])
-def test_gradient_of_the_update_is_that_of_single_steps(args, seen, monkeypatch, env_id, cell):
-    """In every minibatch of training: the gradient that the step is made with, of all parameters, against that of the
-    same loss behind a loop over single steps, from the state before the rollout to the last step, without any cut but
-    at episode starts."""
-    spied, stepped, replayed = script.ppo_loss, [], []
-
-    def twice(agent, args, clip_scale, features, *rest):
-        obs, _, _, starts, _, first_state = seen["replay_rollout"][-1][0][1:]
-        columns = torch.tensor([[2, 0], [3, 1]][len(stepped) % 2])
-        again = step_by_step(agent, obs[:, columns], starts[:-1, columns], first_state[columns])
-        loss, _ = spied(agent, args, clip_scale, again.flatten(0, 1), *rest)
-        stepped.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))]))
-        return spied(agent, args, clip_scale, features, *rest)
-
-    clip = script.clip_grad_norm_
-
-    def keep(flat_parameters, *rest, **options):
-        replayed.append(flat_parameters.grad.clone())
-        return clip(flat_parameters, *rest, **options)
-
-    monkeypatch.setattr(script, "ppo_loss", twice)
-    monkeypatch.setattr(script, "clip_grad_norm_", keep)
-    monkeypatch.setattr(torch, "randperm", lambda size: torch.tensor([2, 0, 3, 1]))
-    script.train(args(env_id=env_id, cell=cell, learning_rate=0.01, **CHAIN))
-    assert len(replayed) == 20
-    torch.testing.assert_close(replayed, stepped, atol=1e-5, rtol=1e-4)
-
-
-def test_columns_are_shuffled(args, seen):
-    """Every environment once per epoch, in a new order."""
-    script.train(args(env_id="box/Target-v0", num_envs=8, num_minibatches=4, update_epochs=6, total_timesteps=128))
-    actions = [arguments[4] for arguments, _ in seen["ppo_loss"]]
-    epochs = [torch.cat(actions[i : i + 4], 0) for i in range(0, 24, 4)]
-    assert len({tuple(epoch.flatten().tolist()) for epoch in epochs}) == 6
-    assert len({tuple(epoch.flatten().sort()[0].tolist()) for epoch in epochs}) == 1
+@pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("discrete/Chain-v0", "gru")])
+def test_update_by_columns(args, seen, env_id, cell):
+    """An epoch has every environment once, in a new order. A minibatch has all steps of its environments, flattened in
+    the order of time. The gradient of all parameters is that of the same loss behind a loop over single steps, from the
+    state before the rollout to the last step, without any cut but at episode starts: Adam's running mean has it."""
+    settings = {"env_id": env_id, "cell": cell, "max_grad_norm": 0.0} | CHAIN
+    agent, run_dir = script.train(args(**settings | {"learning_rate": 0.01}))
+    mean = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+    for calls in seen.values():
+        calls.clear()
+    # The agent stays as it is now: everything can be computed again behind the run.
+    settings |= {"learning_rate": 0.0, "total_timesteps": 24 * 9, "resume": str(run_dir)}
+    agent, _ = script.train(args(**settings))
+    orders = [order for _, order in seen["randperm"]]
+    assert len(orders) == 4 * 2 and len({tuple(order.tolist()) for order in orders}) > 4
+    for number, (arguments, _) in enumerate(list(seen["ppo_loss"])):
+        epoch, half = divmod(number, 2)
+        columns = orders[epoch].split(2)[half]
+        (_, obs, _, _, starts, _, first_state), (features, _, _) = seen["replay_rollout"][epoch]
+        for rows, whole in zip(arguments[6:9], seen["estimate_advantages"][epoch][1]):
+            assert torch.equal(rows, whole[:, columns].flatten())
+        torch.testing.assert_close(arguments[3], features[:, columns].flatten(0, 1), atol=1e-6, rtol=0)
+        stepped = step_by_step(agent, obs[:, columns], starts[:-1, columns], first_state[columns]).flatten(0, 1)
+        loss, _ = script.ppo_loss(*arguments[:3], stepped, *arguments[4:])
+        gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
+        mean = 0.9 * mean + 0.1 * gradient
+    assert number == 15 and first_state.any(1).all()
+    found = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+    torch.testing.assert_close(found, mean, atol=1e-6, rtol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -386,93 +308,45 @@ class Recall(gym.Env):
 
 
 gym.register("memory/Recall-v0", Recall)
-gym.register("memory/BoxRecall-v0", Recall, kwargs={"discrete": False})
 
 
-class Rememberer(script.Agent):
-    """An agent whose first unit of memory keeps the first number of an episode, and whose critic reads it: the true
-    value of every state. All gates are shut or open for good, but for the one that lets the number in."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        for memory in self.memories:
-            gates = [memory.cell.weight_ih.data, memory.cell.bias_ih.data]
-            memory.cell.weight_hh.data.zero_()
-            if memory.is_lstm:
-                entry, keep, content, out = zip(*(x.chunk(4) for x in gates))
-                entry[0].copy_(torch.tensor([0.0, 2e4])), entry[1].fill_(-1e4)  # open where the second number is 1
-                keep[0].zero_(), keep[1].fill_(1e4)
-                out[0].zero_(), out[1].fill_(1e4)
-            else:
-                reset, keep, content = zip(*(x.chunk(3) for x in gates))
-                reset[0].zero_()
-                keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
-            content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
-
-    def get_value(self, features):
-        own = features.chunk(len(self.memories), -1)[-1]
-        return own[..., 0] + 0 * self.critic(own).squeeze(-1)
+def teach(agent):
+    """Now the first unit of its memory keeps the first number of an episode, and the critic reads it: the true value of
+    every state. All gates are shut or open for good, but for the one that lets the number in."""
+    for memory in agent.memories:
+        gates = [memory.cell.weight_ih.data, memory.cell.bias_ih.data]
+        memory.cell.weight_hh.data.zero_()
+        if memory.is_lstm:
+            entry, keep, content, out = zip(*(x.chunk(4) for x in gates))
+            entry[0].copy_(torch.tensor([0.0, 2e4])), entry[1].fill_(-1e4)  # open where the second number is 1
+            keep[0].zero_(), keep[1].fill_(1e4)
+            out[0].zero_(), out[1].fill_(1e4)
+        else:
+            reset, keep, content = zip(*(x.chunk(3) for x in gates))
+            reset[0].zero_()
+            keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
+        content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
+    agent.critic[0].weight.data.copy_(torch.eye(1, agent.args.hidden_size)), agent.critic[0].bias.data.zero_()
 
 
-def advantages_of_recall(args, seen, monkeypatch, **changes):
-    monkeypatch.setattr(script, "Agent", Rememberer)
-    settings = {"env_id": "memory/Recall-v0", "norm_obs": False, "norm_reward": False, "gamma": GAMMA}
-    settings |= {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 8 * 24, "learning_rate": 0.0}
-    script.train(args(**settings | changes))
-    results = [result for _, result in seen["estimate_advantages"]]
-    assert len(results) == 8 * SMALL["update_epochs"] and all(values.abs().min() > 0.2 for values, _, _ in results)
-    return torch.stack([advantages for _, advantages, _ in results])
-
-
-@BOTH_CELLS
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
-@pytest.mark.parametrize("changes", [{}, {"gae_lambda": 0.0}, {"gae_lambda": 1.0}, {"separate_critic_rnn": True}])
-def test_zero_advantage_probe(args, seen, monkeypatch, end, changes, cell):
+@pytest.mark.parametrize("discrete, cell", [(True, "lstm"), (False, "gru")])
+def test_zero_advantage_probe(args, end, discrete, cell):
     """The values depend on what was seen at the episode's start only. Episodes end at every position of the rollout, in
-    four environments that are out of step: every advantage is zero, in the first epoch and when recomputed."""
-    monkeypatch.setitem(gym.registry["memory/Recall-v0"].kwargs, "end", end)
-    monkeypatch.setitem(gym.registry["memory/Recall-v0"].kwargs, "cell", cell)
-    assert advantages_of_recall(args, seen, monkeypatch, cell=cell, **changes).abs().max() < 1e-6
-
-
-def test_zero_advantage_probe_with_box_actions(args, seen, monkeypatch):
-    assert advantages_of_recall(args, seen, monkeypatch, env_id="memory/BoxRecall-v0").abs().max() < 1e-6
-
-
-MISTAKES = {
-    "final observation seen without memory": lambda agent, f, last, final, r: (
-        f,
-        last,
-        agent.remember(r[2], agent.initial_state(len(r[2])))[0],
-    ),
-    "last observation seen without memory": lambda agent, f, last, final, r: (
-        f,
-        agent.remember(r[1], agent.initial_state(4))[0],
-        final,
-    ),
-    "the next episode in place of the final observation": lambda agent, f, last, final, r: (
-        f,
-        last,
-        torch.cat([f[1:], last.unsqueeze(0)])[r[4]],
-    ),
-    "the state of another environment": lambda agent, f, last, final, r: (
-        agent.replay(r[0], r[3][:-1], r[5].roll(1, 0)),
-        last,
-        final,
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_zero_advantage_probe_sees_mistakes(args, seen, monkeypatch, mistake):
-    right = script.replay_rollout
-
-    def wrong(agent, *rollout):
-        with torch.no_grad():
-            return MISTAKES[mistake](agent, *right(agent, *rollout), rollout)
-
-    monkeypatch.setattr(script, "replay_rollout", wrong)
-    assert advantages_of_recall(args, seen, monkeypatch).abs().max() > 0.1
+    four environments that are out of step: every return is its value, in the first epoch and when recomputed. With
+    Box actions the critic has a memory of its own."""
+    settings = {"norm_obs": False, "norm_reward": False, "gamma": GAMMA, "num_steps": 6, "num_minibatches": 2}
+    settings |= {"cell": cell, "separate_critic_rnn": not discrete, "hidden_sizes": (), "learning_rate": 0.0}
+    settings |= {"env_kwargs": json.dumps({"discrete": discrete, "cell": cell, "end": end})}
+    agent, run_dir = script.train(args(env_id="memory/Recall-v0", total_timesteps=24, **settings))
+    teach(agent)
+    checkpoint = torch.load(run_dir / "checkpoint.pt") | {"agent": agent.state_dict()}
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    script.train(args(env_id="memory/Recall-v0", total_timesteps=9 * 24, resume=str(run_dir), **settings))
+    logged = scalars(run_dir)
+    errors = [loss for step, loss in logged["losses/value_loss"] if step > 24]
+    assert len(errors) == 8 and max(errors) < 1e-14  # of 48 numbers: none is further from 0 than 1e-6
+    assert all(share > 0.999999 for step, share in logged["losses/explained_variance"] if step > 24)
 
 
 @BOTH_CELLS
@@ -602,18 +476,13 @@ gym.register("memory/BoxCue-v0", Cue, kwargs={"discrete": False})
 LEARN = {"num_envs": 16, "num_steps": 32, "num_minibatches": 4, "update_epochs": 8, "learning_rate": 3e-3}
 
 
-@pytest.mark.parametrize(
-    "env_id, enough, forgetful, cell", [("memory/Cue-v0", 0.99, 0.8, "lstm"), ("memory/BoxCue-v0", 0.9, 0.7, "gru")]
-)
-def test_learns_to_remember(args, env_id, enough, forgetful, cell):
+@pytest.mark.parametrize("env_id, enough", [("memory/Cue-v0", 0.99), ("memory/BoxCue-v0", 0.9)])
+def test_learns_to_remember(args, env_id, enough):
     """Evaluation with the trained memory gets (nearly) all there is; a policy without memory cannot get more than half
-    (Discrete) or 0.5 (Box, always 0), and the trained one does not when its state is thrown away."""
-    _, run_dir = script.train(args(env_id=env_id, cell=cell, hidden_size=32, total_timesteps=512 * 60, **LEARN))
+    (Discrete) or 0.5 (Box, always 0)."""
+    _, run_dir = script.train(args(env_id=env_id, hidden_size=32, total_timesteps=512 * 40, **LEARN))
     agent = script.load_agent(run_dir)
     assert script.evaluate(agent, env_id, 100, 7).mean() > enough
-    predict = agent.predict
-    agent.predict = lambda obs, state, *rest: predict(obs, None, *rest)
-    assert script.evaluate(agent, env_id, 100, 7).mean() < forgetful
 
 
 @BOTH_CELLS
@@ -623,15 +492,6 @@ def test_every_episode_of_an_evaluation_starts_without_memory(cell):
     together = script.evaluate(agent, "box/Target-v0", 5, 3)
     alone = [script.evaluate(agent, "box/Target-v0", 1, 3 + episode).item() for episode in range(5)]
     assert together.tolist() == alone
-    predict, state = agent.predict, [None]
-
-    def keep(obs, _, *rest):
-        action, state[0] = predict(obs, state[0], *rest)
-        return action, state[0]
-
-    agent.predict = keep
-    kept = script.evaluate(agent, "box/Target-v0", 5, 3)
-    assert kept[0] == alone[0] and np.abs(kept - together)[1:].max() > 0.01
 
 
 @pytest.mark.parametrize("env_id", ["masks/Masked-v0", "images/First-v0", "images/Last-v0", "discrete/Shaped-v0"])
@@ -656,18 +516,16 @@ def test_golden_categorical(case):
     torch.testing.assert_close(entropy, expected["entropy"], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [{"cell": "gru"}, {"hidden_size": 9}, {"separate_critic_rnn": True}])
-def test_resume_with_another_memory(args, changes):
+def test_resume_with_another_memory(args):
     """The weights do not fit: an error, no silent new start."""
     _, run_dir = script.train(args(env_id="box/Target-v0", total_timesteps=64))
-    other = args(env_id="box/Target-v0", resume=str(run_dir), **changes)
-    with pytest.raises(RuntimeError, match="loading state_dict"):
-        script.train(other)
+    for changes in ({"cell": "gru"}, {"hidden_size": 9}, {"separate_critic_rnn": True}):
+        with pytest.raises(RuntimeError, match="loading state_dict"):
+            script.train(args(env_id="box/Target-v0", resume=str(run_dir), **changes))
 
 
-@pytest.mark.parametrize("env_id, cell", [("discrete/Chain-v0", "gru"), ("masks/Masked-v0", "lstm")])
-def test_compiled_equals_eager(args, env_id, cell):
-    """The other kind of action than in test_losses.py, a memory each for actor and critic, masks."""
-    flags = {"env_id": env_id, "cell": cell, "separate_critic_rnn": True, "total_timesteps": 3 * 64}
+def test_compiled_equals_eager(args):
+    """The other kinds of action and of memory than in test_losses.py, one each for actor and critic, masks."""
+    flags = {"env_id": "masks/Masked-v0", "cell": "gru", "separate_critic_rnn": True, "total_timesteps": 3 * 64}
     eager, compiled = (script.train(args(compile=c, **flags))[0].state_dict() for c in (False, True))
     torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-4)
