@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_ENV, SMALL
+from conftest import REAL_ENV, SMALL, scalars
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from recipes import with_recipes
@@ -108,30 +108,23 @@ def minibatch(size=32, obs_size=3, action_size=2):
 
 
 @pytest.mark.parametrize("script, name", PATCHED)
-def test_trains_resumes_and_loads(patched, tmp_path, script, name, monkeypatch):
-    """Ten iterations and two more after a resumption. The ratio of the first minibatch is 1, the saved agent acts."""
+def test_trains_resumes_and_loads(patched, tmp_path, script, name):
+    """Ten iterations and two more after a resumption. The ratio of every first minibatch is 1: none is clipped, though
+    clipping begins 1e-4 from it. The saved agent acts."""
     module = patched(name, script)
     env_id, changes = CONTINUOUS.get(name, (REAL_ENV[script], {"clip_vloss": True, "vf_clip_coef": 0.2}))
     args = module.Args(env_id=env_id, runs_dir=str(tmp_path), **(SMALL | {"checkpoint_interval": 3} | changes))
-    args.total_timesteps = 10 * args.num_envs * args.num_steps
-    original, ratios = module.ppo_loss, []
-
-    def spy(agent, args, *arguments):
-        if script == "ppo_continuous" and not ratios:
-            mb_obs, mb_actions, mb_log_probs, *_ = arguments[-6:]
-            ratios.append(agent.get_action_and_value(mb_obs, mb_actions)[1] - mb_log_probs)
-        return original(agent, args, *arguments)
-
-    monkeypatch.setattr(module, "ppo_loss", spy)
-    agent, run_dir = module.train(args)
-    assert all(x.abs().max() < 1e-4 for x in ratios)
-    resumed = dataclasses.replace(args, resume=str(run_dir), total_timesteps=args.total_timesteps * 12 // 10)
+    steps = 10 * args.num_envs * args.num_steps
+    first = {"clip_coef": 1e-4, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": steps}
+    _, run_dir = module.train(dataclasses.replace(args, **first))
+    assert [share for _, share in scalars(run_dir)["losses/clipfrac"]] == [0.0] * 10
+    resumed = dataclasses.replace(args, resume=str(run_dir), total_timesteps=steps * 12 // 10)
     agent, run_dir = module.train(resumed)
+    assert scalars(run_dir)["losses/approx_kl"][-1][1] > 0
     loaded = module.load_agent(run_dir)
     for key, value in agent.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[key], value, rtol=0, atol=0, equal_nan=True)
-    if script == "ppo_continuous":
-        assert len(module.evaluate(loaded, env_id, 1, seed=1)) == 1
+    assert len(module.evaluate(loaded, env_id, 1, seed=1)) == 1
 
 
 # -------------------------------------------------------------------------------------------------- squashed_gaussian
@@ -219,38 +212,38 @@ def test_gsde_log_prob_is_that_of_the_noise_over_all_matrices(patched, bounds):
     assert gradients[0] is None and (gradients[1] != 0).all()  # learned through sigma alone
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_gsde_matrices_stay_for_some_steps(patched, tmp_path, monkeypatch, compile):
-    """In an environment that stands still, an action changes in every fourth step, and only there."""
-    module, actions = patched("gsde"), []
+class Enough(Exception):
+    pass
 
-    class Still(gym.Env):
-        observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
-        action_space = gym.spaces.Box(-9, 9, (2,), np.float32)
 
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return np.full(3, 0.5, np.float32), {}
+class Still(gym.Env):
+    """Nothing changes. It remembers the actions, and ends the run at the 49th."""
 
-        def step(self, action):
-            actions.append(action.copy())
-            return np.full(3, 0.5, np.float32), 0.0, False, False, {}
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+    actions = []  # noqa: RUF012
 
-    gym.register("recipes/Still-v0", Still)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.full(3, 0.5, np.float32), {}
+
+    def step(self, action):
+        if len(self.actions) == 48:
+            raise Enough
+        self.actions.append(action.copy())
+        return np.full(3, 0.5, np.float32), 0.0, False, False, {}
+
+
+gym.register("recipes/Still-v0", Still)
+
+
+def test_gsde_matrices_stay_for_some_steps(patched, tmp_path):
+    """In an environment that stands still, an action changes in every fourth step, and only there; compiled."""
+    module = patched("gsde")
     args = module.Args("still", str(tmp_path), env_id="recipes/Still-v0", sde_sample_freq=4, norm_obs=False)
-    args = dataclasses.replace(args, **(SMALL | {"compile": compile, "num_steps": 12, "total_timesteps": 48}))
-    args.update_epochs = 1
-    if compile:  # compiles what is tested, nothing else
-        eager = dataclasses.replace(args, compile=False)
-        compiled = module.compiled
-
-        def choose(function, args, **given):
-            return compiled(function, args=args if function.__name__ == "act" else eager, **given)
-
-        monkeypatch.setattr(module, "compiled", choose)
-    module.train(args)
-    gym.registry.pop("recipes/Still-v0")
-    actions = np.array(actions).reshape(12, 4, 2)  # step, environment
+    with pytest.raises(Enough):  # within the first rollout: only acting is compiled
+        module.train(dataclasses.replace(args, **SMALL | {"compile": True}))
+    actions = np.array(Still.actions).reshape(12, 4, 2)  # step, environment
     same = np.isclose(actions[1:], actions[:-1], atol=1e-6).all(axis=(1, 2))
     assert same.tolist() == [(t + 1) % 4 != 0 for t in range(11)]
     assert len({tuple(action) for action in actions[0].round(6)}) == 4  # environments have matrices of their own
@@ -325,47 +318,34 @@ def test_privileged_critic(patched, tmp_path):
 # --------------------------------------------------------------------------------------------------- entropy_schedule
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_entropy_schedule_reaches_the_gradient(patched, tmp_path, monkeypatch, compile):
-    """Nothing is learned: two runs have the same rollouts, and their gradients differ by the entropy bonus alone. The
-    derivative of the entropy by each log_std is 1."""
+def test_entropy_schedule_reaches_the_gradient(patched, tmp_path):
+    """Nothing is learned: all runs have the same rollouts, and their gradients differ by the entropy bonus alone. The
+    derivative of the entropy by each log_std is 1. Adam's running mean has the gradients, eager and compiled."""
     module = patched("entropy_schedule")
-    original = module.compiled
 
-    def gradients(**coefficients):
-        recorded = []
-
-        def compiled(function, **given):
-            if function.__name__ != "compute_gradient":
-                return function  # compiling it would test nothing
-            call = original(function, **given)
-
-            def spy(*minibatch):
-                gradient, metrics = call(*minibatch)
-                recorded.append(gradient.clone())
-                return gradient, metrics
-
-            return spy
-
-        monkeypatch.setattr(module, "compiled", compiled)
-        small = SMALL | {"compile": compile, "update_epochs": 1, "num_minibatches": 1}
+    def running_mean(compile, ent_coef, ent_coef_final):
+        small = SMALL | {"compile": compile, "update_epochs": 1, "num_minibatches": 1, "max_grad_norm": 0.0}
         free = {"learning_rate": 0.0, "anneal_std": False, "log_std_max": None, "log_std_init": 0.0}
-        args = module.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), **(small | free | coefficients))
-        agent, _ = module.train(args)
-        sizes = [parameter.numel() for parameter in agent.parameters()]
-        start = sum(sizes[: [name for name, _ in agent.named_parameters()].index("log_std")])
-        return torch.stack(recorded)[:, start : start + 2]
+        bonus = {"ent_coef": ent_coef, "ent_coef_final": ent_coef_final}
+        args = module.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), **(small | free | bonus))
+        agent, run_dir = module.train(args)
+        mean = module.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+        parts = mean.split([parameter.numel() for parameter in agent.parameters()])
+        return dict(zip(dict(agent.named_parameters()), parts))["log_std"], scalars(run_dir)["charts/ent_coef"]
 
-    with_bonus = gradients(ent_coef=0.8, ent_coef_final=0.2)
-    without = gradients(ent_coef=0.0, ent_coef_final=0.0)
-    expected = torch.tensor([0.8, 0.65, 0.5, 0.35])  # four iterations; 0.2 comes after the last one
-    torch.testing.assert_close(without - with_bonus, expected.unsqueeze(1).expand(4, 2), rtol=1e-4, atol=1e-5)
+    without, _ = running_mean(False, 0.0, 0.0)
+    coefficients = [0.8, 0.65, 0.5, 0.35]  # of four iterations; 0.2 comes after the last one
+    expected = sum(0.1 * 0.9 ** (3 - i) * coefficient for i, coefficient in enumerate(coefficients))
+    for compile in (False, True):
+        mean, logged = running_mean(compile, 0.8, 0.2)
+        torch.testing.assert_close(without - mean, torch.full((2,), expected), rtol=1e-4, atol=1e-6)
+        assert [coefficient for _, coefficient in logged] == pytest.approx(coefficients)
 
 
 # ---------------------------------------------------------------------------------------------------------- image_box
 
 
-def test_image_box_shows_images_to_the_nature_cnn(patched, tmp_path, monkeypatch):
+def test_image_box_shows_images_to_the_nature_cnn(patched, tmp_path, watch):
     import ppo_discrete
 
     module = patched("image_box")
@@ -382,12 +362,12 @@ def test_image_box_shows_images_to_the_nature_cnn(patched, tmp_path, monkeypatch
     assert all((parameter.grad != 0).any() for parameter in last.parameters())
     torch.testing.assert_close(value, last.get_value(torch.from_numpy(images)))
 
-    original, seen = module.ppo_loss, []
-    monkeypatch.setattr(module, "ppo_loss", lambda *arguments: seen.append(arguments[3]) or original(*arguments))
+    minibatches = watch(module, "ppo_loss")
     small = SMALL | {"num_steps": 8, "total_timesteps": 32}
     module.train(module.Args(env_id="recipes/Picture-v0", runs_dir=str(tmp_path), **small))
-    assert seen[0].dtype == torch.uint8 and seen[0].shape == (8, 40, 44, 3)
-    assert len(torch.unique(seen[0][:, 0, 0, 0])) > 1 and (seen[0].float().std(dim=(1, 2, 3)) == 0).all()
+    images = minibatches[0][0][3]
+    assert images.dtype == torch.uint8 and images.shape == (8, 40, 44, 3)
+    assert len(torch.unique(images[:, 0, 0, 0])) > 1 and (images.float().std(dim=(1, 2, 3)) == 0).all()
 
 
 # --------------------------------------------------------------------------------------------------------- layer_norm
