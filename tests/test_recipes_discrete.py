@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ACTIONS, ROOT, SCRIPTS, SMALL, TESTS, flags_of
-from probes import CHAIN_GAMMA, CHAIN_VALUES
+from probes import CHAIN_GAMMA, CHAIN_VALUES, Chain
 
 from benchmark import self_play_envs, sparse_envs
 from recipes import with_recipes
@@ -36,19 +36,6 @@ def patched(tmp_path):
         return with_recipes(folder, script, *names)
 
     return make
-
-
-def spy(monkeypatch, owner, name):
-    """The (arguments, result) of every call of a function, from now on."""
-    original, calls = getattr(owner, name), []
-
-    def spied(*arguments, **options):
-        result = original(*arguments, **options)
-        calls.append((arguments, result))
-        return result
-
-    monkeypatch.setattr(owner, name, spied)
-    return calls
 
 
 def flat(agent):
@@ -82,130 +69,70 @@ def test_they_stack(script, env_id, recipes, patched, tmp_path):
 # ---------------------------------------------------------------------------------------------------- time limits
 
 
-def cleanrl_advantages(rewards, values, dones, last_value, last_done, gamma, gae_lambda):
-    """The recursion of CleanRL's ppo.py: dones[t] belongs to the observation of step t."""
-    advantages, after = np.zeros_like(rewards), 0.0
-    values, dones = np.vstack([values, last_value]), np.vstack([dones, last_done])
-    for t in range(len(rewards) - 1, -1, -1):
-        goes_on = 1.0 - dones[t + 1]
-        after = rewards[t] + gamma * values[t + 1] * goes_on - values[t] + gamma * gae_lambda * goes_on * after
-        advantages[t] = after
-    return advantages
+class Ended(Chain):
+    """The chain, whose time limit is no truncation but a termination. Rewards are the same."""
+
+    def step(self, action):
+        obs, reward, _, truncated, infos = super().step(action)
+        return obs, reward, truncated, False, infos
+
+
+gym.register("box/Ended-v0", Ended, kwargs={"discrete": False})
+gym.register("discrete/Ended-v0", Ended, kwargs={"discrete": True})
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_time_limits_as_ends(name, patched, tmp_path, monkeypatch):
-    """Advantages and returns of ten rollouts with truncated episodes are CleanRL's; the script's own are others."""
-    env_id, advantages = f"{ACTIONS[name]}/Chain-v0", []
-    for script in (patched(name), patched(name, "time_limits_as_ends")):
-        steps, rollouts = [], []
-        make_envs, estimate = script.make_envs, script.estimate_advantages
-
-        def make_recorded(*arguments, make_envs=make_envs, steps=steps):
-            envs = make_envs(*arguments)
-            step = envs.step
-            envs.step = lambda actions: (steps.append(step(actions)), steps[-1])[1]
-            return envs
-
-        def estimate_recorded(agent, obs, last_obs, *rest, estimate=estimate, rollouts=rollouts):
-            rollouts.append((agent.get_value(last_obs).detach().numpy(), *estimate(agent, obs, last_obs, *rest)))
-            return rollouts[-1][1:]
-
-        monkeypatch.setattr(script, "make_envs", make_recorded)
-        monkeypatch.setattr(script, "estimate_advantages", estimate_recorded)
-        settings = {"env_id": env_id, "norm_reward": False, "recompute_advantages": False, "runs_dir": str(tmp_path)}
-        script.train(script.Args(**TEN | settings))
-        assert len(steps) == 160 and not any(terminated.any() for _, _, terminated, *_ in steps)
-        advantages.append([rollout[2].numpy() for rollout in rollouts])
-    ended = np.array([truncated for _, _, _, truncated, _ in steps])
-    rewards = np.array([reward for _, reward, *_ in steps])
-    for i in range(10):
-        last_value, values, found, returns = (np.asarray(x, np.float64) for x in rollouts[i])
-        rows = slice(16 * i, 16 * (i + 1))
-        dones = np.vstack([np.zeros(4), ended[rows][:-1]])  # the first row is never read
-        expected = cleanrl_advantages(rewards[rows], values, dones, last_value, ended[rows][-1], 0.99, 0.95)
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-        np.testing.assert_allclose(returns, expected + values, atol=1e-6)
-    own, recipe = (rollouts[0] for rollouts in advantages)  # of the same first rollout
-    assert ended[:16].any() and np.abs(own - recipe)[ended[:16]].min() > 1e-5
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("recipes", [[], ["time_limits_as_ends"]])
-def test_what_a_time_limit_loses(name, recipes, patched, tmp_path, monkeypatch):
-    """A critic that is right about the chain, whose episodes are cut after 8 steps. The script's advantages are 0. With
-    the recipe the eighth step loses the value of the ninth state, and each step before it gamma lambda times that."""
-    script = patched(name, *recipes)
-    env_id, lam = f"{ACTIONS[name]}/AlignedChain-v0", 0.5
-    settings = {"env_id": env_id, "gamma": CHAIN_GAMMA, "gae_lambda": lam, "norm_reward": False, "norm_obs": False}
-    args = script.Args(**SMALL | settings, runs_dir=str(tmp_path))
-    if name == "ppo_rnn":  # what the memory puts out is the observation
-        args.hidden_size = 16
-        monkeypatch.setattr(script.Memory, "step", lambda self, inputs, state: (inputs, state))
-        zero = lambda memory: 0 * sum(parameter.sum() for parameter in memory.parameters())  # noqa: E731
-        monkeypatch.setattr(script.Memory, "unroll", lambda self, inputs, *_: inputs + zero(self))
-    known, get_value = torch.tensor(CHAIN_VALUES).float(), script.Agent.get_value
-    monkeypatch.setattr(script.Agent, "get_value", lambda self, obs: obs @ known + 0 * get_value(self, obs))
-    calls = spy(monkeypatch, script, "estimate_advantages")
-    script.train(args)
-    loss = -CHAIN_GAMMA * CHAIN_VALUES[8] if recipes else 0.0
-    expected = [loss * (CHAIN_GAMMA * lam) ** (7 - t % 8) for t in range(16)]
-    for _, (_, advantages, _) in calls:
-        np.testing.assert_allclose(advantages.numpy(), np.tile(expected, (4, 1)).T, atol=1e-7)
+def test_time_limits_as_ends(name, patched, tmp_path):
+    """With the recipe, a run with truncated episodes is that of the script with terminated ones, to the bit; the
+    script's own differs. (test_advantages.py has CleanRL's golden vector for terminated episodes.)"""
+    runs = []
+    for recipes, env in ((["time_limits_as_ends"], "Chain"), ([], "Ended"), ([], "Chain")):
+        script = patched(name, *recipes)
+        args = script.Args(**TEN, env_id=f"{ACTIONS[name]}/{env}-v0", runs_dir=str(tmp_path))
+        agent, run_dir = script.train(args)
+        runs.append((flat(agent), episodes(run_dir)))
+    recipe, ended, own = runs
+    assert torch.equal(recipe[0], ended[0]) and recipe[1] == ended[1] and len(ended[1]) > 100
+    assert not torch.equal(recipe[0], own[0])
 
 
 # ---------------------------------------------------------------------------------------------------- rnd
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_rnd(compile, patched, tmp_path, monkeypatch):
-    """The policy sees the first 7 of the 16 states of the chain. The bonus falls for these and not for the others. The
-    target is still that of the beginning, and is in the checkpoint. Rewards are those of the environment, plus a bonus
-    that is proportional to the predictor's error about what followed. Its discounted sums have the deviation
-    bonus_coef."""
+def test_rnd(patched, tmp_path, watch):
+    """Rewards are those of the environment, plus a bonus that is proportional to the predictor's error about what
+    followed. Its discounted sums have the deviation bonus_coef. The policy sees the first 7 of the 16 states of the
+    chain: the bonus falls for these and not for the others. The target is still that of the beginning, and is in the
+    checkpoint."""
     script = patched("ppo_discrete", "rnd")
     settings = {"env_id": "discrete/Chain-v0", "norm_reward": False, "norm_obs": False, "runs_dir": str(tmp_path)}
-    args = script.Args(**TEN | settings | {"compile": compile, "update_epochs": 8, "learning_rate": 1e-2})
-    rewards, initial, bonuses, own_rewards = [], [], [], []
-    estimate, make_envs = script.estimate_advantages, script.make_envs
-
-    def make_recorded(*arguments):
-        envs = make_envs(*arguments)
-        step = envs.step
-        envs.step = lambda actions: (own_rewards.append(step(actions)), own_rewards[-1])[1]
-        return envs
-
-    def recorded(agent, obs, last_obs, final_obs, given, *rest):
-        if not rewards:
-            initial.append(copy.deepcopy(agent))
-        following = torch.cat([obs[1:], last_obs.unsqueeze(0)])
-        rewards.append(given.numpy())
-        errors = agent.rnd_predictor(following) - agent.rnd_target(following)
-        bonuses.append((errors**2).mean(-1).detach().numpy())
-        return estimate(agent, obs, last_obs, final_obs, given, *rest)
-
-    monkeypatch.setattr(script, "make_envs", make_recorded)
-    monkeypatch.setattr(script, "estimate_advantages", recorded)
-    agent, run_dir = script.train(args)
-
-    states = torch.eye(16)
-    with torch.no_grad():
-        before, after = (x.get_bonus(states) for x in (initial[0], agent))
-    assert (after[:7] < 0.1 * before[:7]).all() and (after[7:] > 0.3 * before[7:]).all()
-    loaded = script.load_agent(run_dir)
-    for name, weight in initial[0].rnd_target.state_dict().items():
-        assert torch.equal(weight, agent.rnd_target.state_dict()[name])
-        assert torch.equal(weight, loaded.rnd_target.state_dict()[name])
-    assert torch.equal(loaded.get_bonus(states), agent.get_bonus(states))
-
+    # Two rollouts, of which nothing is learned.
+    args = script.Args(**SMALL | settings | {"total_timesteps": 128, "update_epochs": 1, "learning_rate": 0.0})
+    rollouts = watch(script, "estimate_advantages")
+    initial, _ = script.train(args)
+    assert len(rollouts) == 2
     sums, total = [], np.zeros(4)
-    for i in range(2):  # two rollouts: the sums go on, over the ends of episodes too
-        for row in bonuses[i]:
+    with torch.no_grad():
+        before = initial.get_bonus(torch.eye(16)).numpy()
+    for (_, obs, last_obs, _, rewards, *_), _ in rollouts:
+        states = torch.cat([obs, last_obs.unsqueeze(0)]).argmax(-1).numpy()  # (17, 4)
+        own = CHAIN_VALUES[states[:-1]] - CHAIN_GAMMA * CHAIN_VALUES[states[:-1] + 1]
+        for row in before[states[1:]]:  # the sums go on, over the ends of episodes and of rollouts too
             total = row + args.gamma * total
             sums.append(total)
-        intrinsic = rewards[i] - np.array([x[1] for x in own_rewards[16 * i : 16 * (i + 1)]])
-        np.testing.assert_allclose(intrinsic, args.bonus_coef * bonuses[i] / np.std(sums), rtol=1e-2)
+        expected = args.bonus_coef * before[states[1:]] / np.std(sums)
+        np.testing.assert_allclose(rewards.numpy() - own, expected, rtol=1e-2)
+
+    args = script.Args(**TEN | settings | {"compile": True, "update_epochs": 8, "learning_rate": 1e-2})
+    agent, run_dir = script.train(args)
+    loaded = script.load_agent(run_dir)
+    for name, weight in initial.rnd_target.state_dict().items():
+        assert torch.equal(weight, agent.rnd_target.state_dict()[name])
+        assert torch.equal(weight, loaded.rnd_target.state_dict()[name])
+    with torch.no_grad():
+        after = agent.get_bonus(torch.eye(16)).numpy()
+        assert np.array_equal(loaded.get_bonus(torch.eye(16)), after)
+    assert (after[:7] < 0.1 * before[:7]).all() and (after[7:] > 0.3 * before[7:]).all()
 
 
 def test_deep_sea():
@@ -249,9 +176,9 @@ class TwoSenses(gym.Env):
 gym.register("TwoSenses-v0", TwoSenses)
 
 
-def test_dict_observations(patched, tmp_path, monkeypatch):
-    """Both parts are learned from: one alone would tell half of the bits, and 1/2 is the best return then. The rollout
-    holds bytes: those of the image as it is, those of the vector normalised."""
+def test_dict_observations(patched, tmp_path):
+    """Both parts are learned from: one alone would tell half of the bits, and 1/2 is the best return then. An
+    observation is bytes: those of the image as it is, those of the vector normalised."""
     script = patched("ppo_discrete", "dict_observations")
     args = script.Args(
         env_id="TwoSenses-v0",
@@ -263,14 +190,9 @@ def test_dict_observations(patched, tmp_path, monkeypatch):
         compile=False,
     )
     args.runs_dir = str(tmp_path)
-    calls = spy(monkeypatch, script, "ppo_loss")
     agent, run_dir = script.train(args)
     returns = script.evaluate(script.load_agent(run_dir), "TwoSenses-v0", 40, seed=5)
     assert returns.mean() > 0.8
-    minibatches = [arguments[3] for arguments, _ in calls]
-    size = 37 * 36 * 3
-    assert len(minibatches) == 50
-    assert all(x.dtype == torch.uint8 and x.shape == (64, size + 3 * 4) for x in minibatches)
 
     env = script.make_evaluation_env("TwoSenses-v0", "{}", False)
     packed, pixels = [env.reset(seed=seed)[0] for seed in range(20)], []
@@ -287,6 +209,7 @@ def test_dict_observations(patched, tmp_path, monkeypatch):
 
     # Another image alone, or another vector alone, changes the logits and the value.
     one = agent.normalize_obs(torch.from_numpy(np.stack(packed)))
+    assert one.dtype == torch.uint8 and one.shape == (20, 37 * 36 * 3 + 3 * 4)
     for part in (slice(0, 12), slice(12, None)):
         other = one.clone()
         other[:, part] = one.roll(1, 0)[:, part]
@@ -305,7 +228,7 @@ def test_dict_observations(patched, tmp_path, monkeypatch):
 
 
 class Counted(self_play_envs.TicTacToe):
-    """It also asserts that a cell is free, for both players."""
+    """It also asserts that a cell is free, for both players, and remembers its opponents."""
 
     moves = {1.0: 0, -1.0: 0}  # noqa: RUF012
     players = []  # noqa: RUF012
@@ -320,32 +243,28 @@ class Counted(self_play_envs.TicTacToe):
 gym.register("Counted-v0", Counted)
 
 
-def test_self_play(patched, tmp_path, monkeypatch):
+def test_self_play(patched, tmp_path):
     """Ten iterations: the opponents are the random player, then the agents after 3, 6 and 9 iterations, to the bit, of
     which two are kept. A resumed run meets those two. No move of either side is illegal."""
     script = patched("ppo_discrete", "self_play")
-    monkeypatch.setattr(Counted, "players", [])
-    settings = {"env_id": "Counted-v0", "checkpoint_interval": 1, "opponent_interval": 3, "num_opponents": 2}
+    settings = {"env_id": "Counted-v0", "opponent_interval": 3, "num_opponents": 2, "anneal_lr": False}
     args = script.Args(**TEN | settings, learning_rate=1e-2, runs_dir=str(tmp_path))
-    weights, save = [], script.Run.save
-    note = lambda run, agent, *rest: (weights.append(flat(agent)), save(run, agent, *rest))  # noqa: E731
-    monkeypatch.setattr(script.Run, "save", note)
-    _, run_dir = script.train(args)
-    assert Counted.moves[1.0] >= 640 and Counted.moves[-1.0] > 500 and len(weights) == 10
+    # What a shorter run of the same seed ends with is what the long one has at that time.
+    past = [flat(script.train(dataclasses.replace(args, total_timesteps=64 * n))[0]) for n in (3, 6, 9)]
 
-    def past(players):
-        """After which iteration the agent was each of these players; None is the random one."""
-        found = []
-        for player in players:
-            same = [player is not None and torch.equal(flat(player), weight) for weight in weights]
-            found.append(same.index(True) + 1 if player else None)
-        return found
+    def met():
+        """Which of the past agents the opponents were, in the order of their first moves; None is the random one."""
+        found = [player and [torch.equal(flat(player), x) for x in past].index(True) for player in Counted.players]
+        return [None if number is None else 3 * number + 3 for number in found]
 
-    assert sorted(set(past(Counted.players)), key=str) == [3, 6, 9, None]
-    assert past(Counted.players)[0] is None and past(Counted.players)[-2:] == [6, 9]
     Counted.players.clear()
-    script.train(script.Args(**TEN | settings | {"total_timesteps": 704}, resume=str(run_dir)))
-    assert sorted(past(Counted.players)) == [6, 9]
+    Counted.moves.update({1.0: 0, -1.0: 0})
+    _, run_dir = script.train(args)
+    assert Counted.moves[1.0] >= 640 and Counted.moves[-1.0] > 500
+    assert list(dict.fromkeys(met())) == [None, 3, 6, 9] and met()[-2:] == [6, 9]
+    Counted.players.clear()
+    script.train(dataclasses.replace(args, total_timesteps=704, resume=str(run_dir)))
+    assert sorted(met()) == [6, 9]
 
 
 # ---------------------------------------------------------------------------------------------------- shared_parameters
@@ -453,36 +372,34 @@ class Killed(Exception):
     pass
 
 
-def killed_and_resumed(script, args, monkeypatch):
-    """A run that ends in the middle of its eighth iteration, behind the checkpoint of the sixth, and goes on."""
-    estimate, calls = script.estimate_advantages, []
+class Kill:
+    """Stop signals, which `train` reads behind every iteration. The eighth reading ends the run as a crash does."""
 
-    def kill(*arguments):
-        calls.append(arguments)
-        if len(calls) == 8:
+    readings = 0
+
+    def __iter__(self):
+        self.readings += 1
+        if self.readings == 8:
             raise Killed
-        return estimate(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(script, "estimate_advantages", kill)
-        script.train(args)
-    (run_dir,) = Path(args.runs_dir).iterdir()
-    assert script.load_checkpoint(run_dir)["global_step"] == 6 * 64
-    agent, _ = script.train(dataclasses.replace(args, resume=str(run_dir)))
-    return agent, run_dir
+        return iter(())
 
 
 @pytest.mark.parametrize("env_id", ["InvertedPendulum-v4", "Wanderer-v0", "box/Chain-v0"])
-def test_exact_resume(env_id, patched, tmp_path, monkeypatch, capsys):
-    """The run that was killed ends with the same agent and the same episodes as one that was not. Without the recipe it
-    does not. The chain counts its episodes, and does not repeat itself: the run goes on with new ones."""
+def test_exact_resume(env_id, patched, tmp_path, capsys):
+    """The run that was killed in its eighth iteration, and went on from the checkpoint of the sixth, ends with the same
+    agent and the same episodes as one that was not. Without the recipe it does not. The chain counts its episodes, and
+    does not repeat itself: the run goes on with new ones."""
     settings = {"env_id": env_id, "checkpoint_interval": 3, "stagger_envs": True, "recompute_advantages": False}
     for recipes in (["exact_resume"], []):
         script = patched("ppo_continuous", *recipes)
         args = script.Args(**TEN | settings, runs_dir=str(tmp_path / f"runs{len(recipes)}"))
         whole, run_dir = script.train(args)
         args.runs_dir += "-killed"
-        resumed, other_dir = killed_and_resumed(script, args, monkeypatch)
+        with pytest.raises(Killed):
+            script.train(args, Kill())
+        (other_dir,) = Path(args.runs_dir).iterdir()
+        assert script.load_checkpoint(other_dir)["global_step"] == 6 * 64
+        resumed, _ = script.train(dataclasses.replace(args, resume=str(other_dir)))
         states = [agent.state_dict() for agent in (whole, resumed)]
         equal = all(torch.equal(value, states[1][name]) for name, value in states[0].items())
         exact = recipes != [] and env_id != "box/Chain-v0"
