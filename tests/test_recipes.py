@@ -70,8 +70,7 @@ def test_table_of_recipes():
 
 
 def small(module, tmp_path, **changes):
-    env_id = "discrete/Target-v0" if module.__name__.startswith("ppo_discrete") else "box/Target-v0"
-    given = {"env_id": env_id, "runs_dir": str(tmp_path / "runs"), "total_timesteps": 640}
+    given = {"env_id": "box/Target-v0", "runs_dir": str(tmp_path / "runs"), "total_timesteps": 640}
     return module.Args(**SMALL | given | changes)
 
 
