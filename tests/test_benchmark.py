@@ -1,12 +1,9 @@
 """benchmark/: what it measures is what happened."""
 
 import ast
-import csv
-import dataclasses
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -17,8 +14,10 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 import yaml
-from conftest import ROOT, SMALL, run
+from conftest import ROOT, SMALL, flags_of, run
+from test_run import wait_for
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 import ppo_discrete
@@ -31,6 +30,7 @@ import report
 import run as suites
 import speed
 
+RESULTS = ROOT / "benchmark" / "results"
 SWEEPS = sorted((ROOT / "benchmark" / "sweeps").glob("*.yaml"))
 QUICK = ["--total-timesteps=4096", "--", "--no-compile", "--update-epochs=1", "--checkpoint-interval=1"]
 
@@ -60,12 +60,20 @@ def test_masked_velocities(name):
 
 def test_masked_environment_from_the_command_line(tmp_path):
     """As README says it, from the root of the repository; evaluation finds the environment again."""
-    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     env_id = "benchmark.memory_envs:CartPoleNoVel-v1"
-    finished = run("ppo_rnn", "--env-id", env_id, "--runs-dir", tmp_path, *small)
+    finished = run("ppo_rnn", *flags_of(env_id=env_id, runs_dir=tmp_path, **SMALL))
     assert finished.returncode == 0, finished.stderr
     finished = run("ppo_rnn", "--evaluate", next(tmp_path.iterdir()), "--env-id", env_id, "--eval-episodes=2")
     assert finished.returncode == 0 and "mean" in finished.stdout, finished.stderr
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder in place of benchmark/results/ and of docs/pictures/."""
+    for module, name in ((report, "RESULTS"), (report, "PICTURES"), (speed, "RESULTS"), (learning, "RESULTS")):
+        monkeypatch.setattr(module, name, tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +84,29 @@ def finished_runs(tmp_path_factory):
     return runs_dir, done
 
 
-def start_suite(runs_dir, *words, flags=()):
+@pytest.fixture
+def run_dir(finished_runs, tmp_path):
+    """A copy of the run of seed 1, in the folder of the test."""
+    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
+    return shutil.copytree(first, tmp_path / first.name)
+
+
+def start_suite(runs_dir, *words, flags=(), **environment):
     command = [sys.executable, str(ROOT / "benchmark" / "run.py"), "--suite=classic", "--tasks=CartPole-v1"]
     command += ["--seeds=2", "--jobs=2", "--eval-episodes=1", f"--runs-dir={runs_dir}", *words, *QUICK, *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | environment, **pipes)
 
 
 def run_dirs(runs_dir):
     return sorted(path for path in Path(runs_dir).iterdir() if path.name != "logs")
 
 
-def test_report_of_a_run(finished_runs, tmp_path, monkeypatch, capsys):
+def test_report_of_a_run(finished_runs, tmp_path, results, capsys):
     """The row of a run: the mean of its last 100 episodes, the flags that are not default; nothing for an unfinished
     run; a run of the same settings and seed takes the place of the one before, another one does not."""
     run_dir, other = run_dirs(finished_runs[0])
-    with open(run_dir / "episodes.csv") as file:
-        episodes = list(csv.DictReader(file))
+    episodes = report.read_csv(run_dir / "episodes.csv")
     returns = [float(row["episodic_return"]) for row in episodes]
     row = report.summarise(run_dir)
     assert len(returns) > 100 and row["episodes"] == len(returns)
@@ -106,26 +121,23 @@ def test_report_of_a_run(finished_runs, tmp_path, monkeypatch, capsys):
     before = max(int(row["global_step"]) for row in episodes if int(row["global_step"]) <= 1024)
     assert len(early) < 100 and before > 1000 and at[1065] == pytest.approx(np.mean(early), rel=0.15)
 
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
     for paths in ([run_dir], [other], [run_dir, tmp_path / "logs"]):
         report.write_csv("some", paths)
     (line,) = (line for line in capsys.readouterr().out.splitlines()[-3:] if "CartPole-v1" in line)  # both are in it
     assert line.count("| 2 |") == 1
-    assert len(report.read_csv(tmp_path / "some.csv")) == 2
-    points = report.read_csv(tmp_path / "some_curves.csv")
+    assert len(report.read_csv(results / "some.csv")) == 2
+    points = report.read_csv(results / "some_curves.csv")
     assert len(points) == len({(point["seed"], point["global_step"]) for point in points}) > report.CURVE_POINTS
     checkpoint = (run_dir / "checkpoint.pt").rename(tmp_path / "checkpoint.pt")
     assert report.summarise(run_dir) is None
     checkpoint.rename(run_dir / "checkpoint.pt")
 
 
-def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
+def test_tables_and_pictures(finished_runs, results):
     """What README gets is what the runs did, beside the published figure; curves end where the table says."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "PICTURES", tmp_path)
     report.write_csv("classic", run_dirs(finished_runs[0]))
     report.draw_curves("classic")
-    rows = report.read_csv(tmp_path / "classic.csv")
+    rows = report.read_csv(results / "classic.csv")
     values = [float(row["last_100_mean"]) for row in rows]
     (line,) = (line for line in report.suite_table("classic") if "CartPole-v1" in line)
     low, high = sorted(values)
@@ -136,11 +148,11 @@ def test_tables_and_pictures(finished_runs, tmp_path, monkeypatch):
     for name, paths in (("mujoco", run_dirs(finished_runs[0])), ("some", [finished_runs[0]])):
         with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
             report.write_csv(name, paths)  # none of its tasks; the folder of the folders
-    pictures = [(tmp_path / name).read_bytes() for name in ("classic.png", "classic_time.png")]
+    pictures = [(results / name).read_bytes() for name in ("classic.png", "classic_time.png")]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in pictures)
 
 
-def test_report_of_any_runs(finished_runs, tmp_path, monkeypatch):
+def test_report_of_any_runs(finished_runs, tmp_path, main):
     """Without --publish the tables and curves go into a folder of the user's, and nothing in the repository changes."""
     before = {path: path.read_bytes() for path in [*report.RESULTS.iterdir(), ROOT / "README.md"]}
     command = [sys.executable, "benchmark/report.py", *run_dirs(finished_runs[0]), "--out", tmp_path / "mine"]
@@ -150,8 +162,7 @@ def test_report_of_any_runs(finished_runs, tmp_path, monkeypatch):
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert names == {"runs.csv", "runs_curves.csv", "runs.md", "defaults.json", "runs.png", "runs_time.png"}
     assert (tmp_path / "mine" / "runs.md").read_text().count("CartPole-v1") == 1
-    finished = subprocess.run(command[:2], cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 1 and "name run folders" in finished.stderr
+    assert "error: name run folders" in main(report).returncode
 
 
 def test_readme_has_the_tables_of_the_results():
@@ -163,18 +174,16 @@ def test_readme_has_the_tables_of_the_results():
 
 
 @pytest.mark.parametrize("tool, package", [("report", "matplotlib"), ("tune", "optuna")])
-def test_tools_need_more_requirements(monkeypatch, tool, package):
+def test_tools_need_more_requirements(tmp_path, tool, package):
     """Of benchmark/requirements.txt; where they are missing one line says so."""
-    monkeypatch.setitem(sys.modules, package, None)  # its import fails
-    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--publish", "readme"])
-    with pytest.raises(SystemExit, match=rf"{package}.*pip install -r benchmark/requirements\.txt"):
-        runpy.run_path(str(ROOT / "benchmark" / f"{tool}.py"), run_name="__main__")
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package}')")
+    finished = run(f"benchmark/{tool}", "--publish=readme", PYTHONPATH=str(tmp_path))
+    message = f"{tool}.py: error: no {package}: python -m pip install -r benchmark/requirements.txt\n"
+    assert (finished.returncode, finished.stderr) == (1, message)
 
 
-def test_solved_where_a_module_registers_the_task(finished_runs, tmp_path):
+def test_solved_where_a_module_registers_the_task(run_dir):
     """`solved_at` is the step of the first episode with which a hundred have the mean that solves the task."""
-    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
-    run_dir = Path(shutil.copytree(first, tmp_path / "run"))
     args = json.loads((run_dir / "args.json").read_text()) | {"env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
     (run_dir / "args.json").write_text(json.dumps(args))
     returns = [400] * 100 + [500] * 100
@@ -185,21 +194,12 @@ def test_solved_where_a_module_registers_the_task(finished_runs, tmp_path):
     assert "| 1392 |" in report.settings_table([{name: str(value) for name, value in row.items()}])
 
 
-def test_machine_without_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    facts = suites.machine()
-    assert facts["commit"] == "" and "torch" in facts["versions"]
-
-
-def test_runs_of_few_episodes(finished_runs, tmp_path, monkeypatch):
+def test_runs_of_few_episodes(run_dir, results):
     """Two good episodes solve nothing, and the table says how few they are. Runs of tune.py are no runs of a suite."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
-    run_dir = Path(shutil.copytree(first, tmp_path / "run"))
     header, *_ = (run_dir / "episodes.csv").read_text().splitlines()
     (run_dir / "episodes.csv").write_text(f"{header}\n1000,500,500,1.0\n1004,500,500,1.0\n")
     report.write_csv("classic", [run_dir])
-    (row,) = report.read_csv(tmp_path / "classic.csv")
+    (row,) = report.read_csv(results / "classic.csv")
     assert (row["last_100_mean"], row["solved_at"]) == ("500", "")
     assert "CartPole-v1, `ppo_discrete.py --update-epochs=1` (of 2 episodes)" in "".join(report.suite_table("classic"))
     args = json.loads((run_dir / "args.json").read_text())
@@ -208,46 +208,43 @@ def test_runs_of_few_episodes(finished_runs, tmp_path, monkeypatch):
         report.write_csv("classic", [run_dir])
 
 
-def test_summary_is_of_whole_runs_with_default_settings(tmp_path, monkeypatch):
+def test_summary_is_of_whole_runs_with_default_settings(results):
     """What other settings or fewer steps make of a task gets a row, but does not count in the means over tasks."""
-    results = Path(shutil.copytree(report.RESULTS, tmp_path / "results"))
-    monkeypatch.setattr(report, "RESULTS", results)
-    (summary,) = (line for line in report.suite_table("mujoco") if line.startswith("On a scale from random actions"))
-    rows = report.read_csv(results / "mujoco.csv")
+    shutil.copytree(RESULTS, results, dirs_exist_ok=True)
+    rows = [row for row in report.read_csv(RESULTS / "mujoco.csv") if row["env_id"] in ("Hopper-v4", "Ant-v4")]
     slow = [row | {"flags": "--learning-rate=0.0001", "last_100_mean": "0"} for row in rows]
     short = {"flags": "--total-timesteps=20000", "global_step": "20000", "last_100_mean": "0"}
-    report.write_rows(results / "mujoco.csv", report.FIELDS, rows + slow + [row | short for row in rows])
-    lines = report.suite_table("mujoco")
-    assert summary in lines and sum("learning-rate" in line for line in lines) > 5
+    tables = []
+    for more in ([], slow + [row | short for row in rows]):
+        report.write_rows(results / "mujoco.csv", report.FIELDS, rows + more)
+        tables.append(report.suite_table("mujoco"))
+    (summary,) = (line for line in tables[0] if line.startswith("On a scale from random actions"))
+    assert summary in tables[1] and sum("learning-rate" in line for line in tables[1]) == 2
 
 
-def test_results_of_other_defaults(finished_runs, tmp_path, monkeypatch):
-    """Are named as such in the table, and never averaged with those of the present ones."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+def test_results_of_other_defaults(finished_runs, results):
+    """Are named as such in the table, and never averaged with those of the present ones. A flag that was not there yet
+    counts only where BEFORE says what runs did without it."""
     report.write_csv("classic", run_dirs(finished_runs[0]))
-    rows = report.read_csv(tmp_path / "classic.csv")
-    assert "defaults of commit" not in "".join(report.suite_table("classic"))
-    known = report.read_defaults()
-    ((key, present),) = known.items()
-    known |= {"other": present | {"clip_coef": 0.1}, "later": present | {"a_new_flag": 1}}
-    (tmp_path / "defaults.json").write_text(json.dumps(known))
-    others = [row | {"defaults": "other", "commit": "abc"} for row in rows]
-    report.write_rows(tmp_path / "classic.csv", report.FIELDS, others)
-    assert "(defaults of commit abc)" in "".join(report.suite_table("classic"))
-    for other in (others[1], rows[1] | {"defaults": ""}):  # the latter from before there was that column
-        report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], other])
+    rows = report.read_csv(results / "classic.csv")
+    ((key, present),) = report.read_defaults().items()
+    without = {name: value for name, value in present.items() if name != "kl_coef"}
+    known = {key: present, "other": present | {"clip_coef": 0.1}, "later": present | {"a_new_flag": 1}}
+    known |= {"earlier": without, "penalty": present | {"kl_coef": 0.5}}
+    (results / "defaults.json").write_text(json.dumps(known))
+
+    def table(*defaults):
+        """That of two runs which had these defaults."""
+        of = [row | {"defaults": name, "commit": "abc"} for row, name in zip(rows, defaults)]
+        report.write_rows(results / "classic.csv", report.FIELDS, of)
+        return "".join(report.suite_table("classic"))
+
+    for second in (key, "later", "earlier"):
+        assert "defaults of commit" not in table(key, second)
+    assert "(defaults of commit abc)" in table("other", "other")
+    for first, second in ((key, "other"), (key, ""), ("penalty", "earlier")):  # "" from before there was that column
         with pytest.raises(SystemExit, match="different defaults"):
-            report.suite_table("classic")
-    report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], rows[1] | {"defaults": "later"}])
-    assert rows[0]["defaults"] == key and "defaults of commit" not in "".join(report.suite_table("classic"))
-    # Runs from before --kl-coef did without; whether that is what the default says now depends on the script.
-    known |= {"earlier": {name: value for name, value in present.items() if name != "kl_coef"}}
-    (tmp_path / "defaults.json").write_text(json.dumps(known))
-    report.write_rows(tmp_path / "classic.csv", report.FIELDS, [rows[0], rows[1] | {"defaults": "earlier"}])
-    assert "defaults of commit" not in "".join(report.suite_table("classic"))
-    monkeypatch.setitem(report.BEFORE, "kl_coef", 0.5)
-    with pytest.raises(SystemExit, match="different defaults"):
-        report.suite_table("classic")
+            table(first, second)
 
 
 def test_intervals():
@@ -259,7 +256,8 @@ def test_intervals():
 
 
 def test_suite_goes_on(finished_runs):
-    """Started again it leaves finished runs alone; one that was killed with its run.py resumes in its own folder."""
+    """Started again it leaves finished runs alone; one that was killed with its run.py resumes in its own folder, here
+    on a machine without git."""
     runs_dir, printed = finished_runs
     assert "2 of 2 runs have finished" in printed
     before = {path: (path / "checkpoint.pt").stat().st_mtime_ns for path in run_dirs(runs_dir)}
@@ -271,7 +269,7 @@ def test_suite_goes_on(finished_runs):
     more = ["--exp-name=killed", "--seeds=1"]
     longer = ["--total-timesteps=60000"]
     process = start_suite(runs_dir, *more, flags=longer)
-    wait_for(lambda: list(runs_dir.glob("*__killed__*/checkpoint.pt")))
+    wait_for(lambda: list(runs_dir.glob("*__killed__*/checkpoint.pt")), process)
     (run_dir,) = runs_dir.glob("*__killed__*")
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     process.kill()
@@ -279,21 +277,19 @@ def test_suite_goes_on(finished_runs):
         os.kill(int(child), signal.SIGKILL)
     process.wait()
     assert report.summarise(run_dir) is None
-    done = start_suite(runs_dir, *more, flags=longer).communicate(timeout=300)[0]
+    done = start_suite(runs_dir, *more, flags=longer, PATH="").communicate(timeout=300)[0]
     assert "1 of 1 runs have finished" in done and list(runs_dir.glob("*__killed__*")) == [run_dir]
-    assert report.summarise(run_dir)["global_step"] == 59_392
+    row = report.summarise(run_dir)
+    assert (row["global_step"], row["commit"]) == (59_392, "") and "torch" in row["versions"]
 
 
-def test_evaluation_is_of_the_agent_as_it_is(finished_runs, tmp_path):
+def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
     """It is not repeated, unless the run has gone on since, or another number of episodes is wanted."""
-    (first,) = finished_runs[0].glob("*__ppo_discrete__1__*")
-    run_dir = Path(shutil.copytree(first, tmp_path / first.name))
     record, commit = run_dir / "benchmark.json", "0123abc"
 
     def evaluation(eval_episodes):
-        args = suites.Args("classic", seeds=1, tasks=("CartPole-v1",), total_timesteps=4096)
-        args = dataclasses.replace(args, runs_dir=str(tmp_path), eval_episodes=eval_episodes)
-        (job,) = suites.make_jobs(args, QUICK[2:])
+        what = {"tasks": ("CartPole-v1",), "total_timesteps": 4096, "runs_dir": tmp_path}
+        (job,) = suites.make_jobs(suites.Args("classic", seeds=1, eval_episodes=eval_episodes, **what), QUICK[2:])
         assert suites.run_job(job)["evaluation"] == f"{json.loads(record.read_text())['evaluation']:.6g}"
         return json.loads(record.read_text())
 
@@ -311,18 +307,11 @@ def test_evaluation_is_of_the_agent_as_it_is(finished_runs, tmp_path):
     assert found["evaluation"] > 0 and found["commit"] != commit
 
 
-def wait_for(condition, seconds=100):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_suite_stops_and_waits_for_orphans(tmp_path):
     """SIGTERM: the runs are saved. A suite beside the orphan of another waits for it, and trains nothing twice."""
     flags = ["--total-timesteps=60000"]
     process = start_suite(tmp_path, "--seeds=1", flags=flags)
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")), process)
     process.send_signal(signal.SIGTERM)
     assert "the same command goes on" in process.communicate(timeout=100)[0] and process.returncode == 130
     (run_dir,) = run_dirs(tmp_path)
@@ -330,7 +319,7 @@ def test_suite_stops_and_waits_for_orphans(tmp_path):
 
     process = start_suite(tmp_path, "--seeds=1", flags=flags)
     saved = (run_dir / "checkpoint.pt").stat().st_mtime_ns
-    wait_for(lambda: (run_dir / "checkpoint.pt").stat().st_mtime_ns != saved)
+    wait_for(lambda: (run_dir / "checkpoint.pt").stat().st_mtime_ns != saved, process)
     process.kill()  # but not what it started
     process.wait()
     done = start_suite(tmp_path, "--seeds=1", flags=flags).communicate(timeout=300)[0]
@@ -339,27 +328,20 @@ def test_suite_stops_and_waits_for_orphans(tmp_path):
     assert log.count(", on cpu\n") == 2  # the run that was stopped and the orphan, which each print this line once
 
 
-def test_suite_names_what_failed(tmp_path, monkeypatch, capsys):
+def test_suite_names_what_failed(run_dir, tmp_path, main):
     """The others finish; the exit status is 1; a flag that no run could take is refused before the first one."""
-    tasks = [("ppo_discrete", env_id, "") for env_id in ("CartPole-v1", "NoSuchEnv-v0")]
-    monkeypatch.setitem(suites.SUITES, "classic", tasks)
-    words = ["run.py", "--suite=classic", "--seeds=1", "--eval-episodes=1", f"--runs-dir={tmp_path}", *QUICK]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match=r"^1$"):
-        suites.main()
-    out, err = capsys.readouterr()
-    assert "1 of 2 runs have finished" in out and len(run_dirs(tmp_path)) == 1
-    assert re.search("failed: ppo_discrete NoSuchEnv-v0 seed 1: .*NoSuchEnv.*exit status 2", err)
-    for flag, message in (
-        ("--num-minibatches=7", "2"),
-        ("--no-such-flag=1", "2"),
-        ("--seed=7", "are what run.py gives each run"),
-        ("--runs-dir=elsewhere", "are what run.py gives each run"),
-    ):
-        monkeypatch.setattr(sys, "argv", [*words, flag])
-        with pytest.raises(SystemExit, match=message):
-            suites.main()
-    assert len(run_dirs(tmp_path)) == 1
+    torch.save({"global_step": 0}, run_dir / "checkpoint.pt")  # an unfinished run, as far as run.py can see
+    words = ["--suite=classic", "--tasks=CartPole-v1", "--seeds=2", "--eval-episodes=1", f"--runs-dir={tmp_path}"]
+    for flag in ("--num-minibatches=7", "--no-such-flag=1"):
+        assert main(suites, *words, *QUICK, flag).returncode == 2
+    for flag in ("--seed=7", "--runs-dir=elsewhere"):
+        assert "are what run.py gives each run" in main(suites, *words, *QUICK, flag).returncode
+    assert run_dirs(tmp_path) == [run_dir]
+    finished = main(suites, *words, *QUICK)
+    assert finished.returncode == 1 and "1 of 2 runs have finished" in finished.stdout
+    assert re.search("failed: ppo_discrete CartPole-v1 seed 1: .*is missing, damaged.*exit status 2", finished.stderr)
+    (other,) = {*run_dirs(tmp_path)} - {run_dir}
+    assert report.summarise(other)["seed"] == 2
 
 
 @pytest.mark.parametrize("suite", suites.SUITES)
@@ -395,7 +377,7 @@ def test_ray_cluster_loses_a_node(tmp_path):
     try:
         node = cluster.add_node(num_cpus=1)
         process = start_suite(tmp_path, f"--ray={cluster.address}", flags=["--total-timesteps=60000"])
-        wait_for(lambda: len(list(tmp_path.glob("*/checkpoint.pt"))) == 2)
+        wait_for(lambda: len(list(tmp_path.glob("*/checkpoint.pt"))) == 2, process)
         cluster.remove_node(node, allow_graceful=False)
         done = process.communicate(timeout=300)[0]
     finally:
@@ -469,14 +451,14 @@ def test_tune(tmp_path):
 
 def test_speed_is_that_of_the_steps_in_between(monkeypatch):
     """A process that needs 3 s to start and 1 s for 500 steps: 500 steps/s, whatever the start takes."""
-    contestants = {"slow": (lambda steps: (3, steps / 250), 500, 1000)}
-    contestants["ppo_fast"] = (lambda steps: (3, steps / 500), 1000, 4000)
-    monkeypatch.setattr(speed, "seconds", lambda command, cache, cpu_time: sum(command))
-    monkeypatch.setattr(speed, "versions_of", str)
+    contestants = {"slow": (lambda steps: (sys.executable, 3, steps / 250), 500, 1000)}
+    contestants["ppo_fast"] = (lambda steps: (sys.executable, 3, steps / 500), 1000, 4000)
+    monkeypatch.setattr(speed, "seconds", lambda command, cache, cpu_time: sum(command[1:]))
     slow, fast = speed.measure("case", contestants, 3)
     assert (slow["steps_per_second"], slow["first_start_seconds"], slow["ratio"]) == ("250", "3.0", "2.00")
     assert (fast["steps_per_second"], fast["start_seconds"], fast["ratio"]) == ("500", "3.0", "1.00")
     assert fast["steps_per_second_1m"] == "499"  # 2,003 s for a million
+    assert f"torch {torch.__version__}" in slow["versions"]
 
 
 def test_cpu_time_does_not_count_waiting(tmp_path):
@@ -493,13 +475,10 @@ def test_speed_beside_another_commit():
     assert before[:1] + before[2:] == mine[:1] + mine[2:]
 
 
-def test_speed_drops_no_peer_in_silence(tmp_path, monkeypatch, capsys):
-    shutil.copy(report.RESULTS / "speed.csv", tmp_path)
-    monkeypatch.setattr(speed, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["speed.py", "discrete"])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        speed.main()
-    assert "speed.csv has CleanRL for discrete: give its path too" in capsys.readouterr().err
+def test_speed_drops_no_peer_in_silence(results, main):
+    shutil.copy(RESULTS / "speed.csv", results)
+    finished = main(speed, "discrete")
+    assert finished.returncode == 2 and "speed.csv has CleanRL for discrete: give its path too" in finished.stderr
 
 
 @pytest.mark.parametrize("contestant", ["SB3", "ppo_discrete", "simulator"])
@@ -522,23 +501,37 @@ def test_learning_is_that_of_the_timed_command(tmp_path):
         learning.last_100_mean([*contestant(512), "--no-compile"])
 
 
-def test_learning_runs_each_seed_once(tmp_path, monkeypatch, capsys):
-    """A second call with more seeds adds those; every contestant is asked for its own command and seed."""
-    monkeypatch.setattr(learning, "RESULTS", tmp_path)
-    monkeypatch.setattr(learning, "versions_of", str)
-    asked = []
-    monkeypatch.setattr(learning, "last_100_mean", lambda command: asked.append(command) or float(command[-1][-1:]))
-    for seeds, new in ((1, 2), (3, 4), (3, 0)):
-        words = ["discrete", f"--seeds={seeds}", f"--cleanrl={tmp_path}"]
-        monkeypatch.setattr(sys, "argv", ["learning.py", *words])
-        learning.main()
-        assert len(asked) == new
-        asked.clear()
-    rows = report.read_csv(tmp_path / "learning.csv")
-    assert sorted({(row["contestant"], row["seed"], row["last_100_mean"]) for row in rows}) == [
-        (name, str(seed), f"{seed}.0") for name in ("CleanRL", "ppo_discrete") for seed in (1, 2, 3)
-    ]
-    assert "| ppo_discrete | 500,000 | 2.00 | 1.00 to 3.00 | 1.00, 2.00, 3.00 |" in capsys.readouterr().out
+# In place of CleanRL's ppo.py: the return of every episode is the last digit of the last flag.
+PEER = """import sys
+from torch.utils.tensorboard import SummaryWriter
+with SummaryWriter("runs/peer") as writer:
+    for step in range(100):
+        writer.add_scalar("charts/episodic_return", float(sys.argv[-1][-1]), step)
+"""
+
+
+def test_learning_runs_each_seed_once(tmp_path, results, main):
+    """A call with more seeds adds those, of the contestant that lacks them; the next call has nothing to do."""
+    jobs = learning.make_jobs(learning.Args(("discrete",), seeds=3, cleanrl=tmp_path))
+    assert list(jobs) == [("discrete", name, seed) for name in ("CleanRL", "ppo_discrete") for seed in (1, 2, 3)]
+    for (_, name, seed), command in jobs.items():
+        assert command[1].endswith("ppo.py" if name == "CleanRL" else "ppo_discrete.py")
+        assert command[-2:] == ["--total-timesteps=500000", f"--seed={seed}"]
+
+    python, peer = Path(jobs["discrete", "CleanRL", 3][0]), tmp_path / "cleanrl" / "ppo.py"
+    for path, text in ((python, f'#!/bin/sh\nexec {sys.executable} "$@"\n'), (peer, PEER)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    python.chmod(0o755)
+    rows = [dict(zip(learning.FIELDS, (*key, 500_000, f"{key[-1]}.0", ""))) for key in jobs]
+    report.write_rows(results / "learning.csv", learning.FIELDS, [rows[i] for i in (0, 1, 3, 4, 5)])
+    for new in (["discrete, CleanRL, seed 3: 3.0"], []):
+        lines = main(learning, "discrete", "--seeds=3", f"--cleanrl={tmp_path}").stdout.splitlines()
+        assert [line for line in lines if "seed " in line] == new
+        assert lines[-2].endswith("| CleanRL | 500,000 | 2.00 | 1.00 to 3.00 | 1.00, 2.00, 3.00 |")
+    found = report.read_csv(results / "learning.csv")
+    key = ("case", "contestant", "seed", "steps", "last_100_mean")
+    assert sorted([row[name] for name in key] for row in found) == [[str(row[name]) for name in key] for row in rows]
 
 
 STUDIES = sorted((ROOT / "benchmark" / "studies").glob("*.py"))
