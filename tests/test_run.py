@@ -21,8 +21,6 @@ from conftest import ONE, REAL_ENV, ROOT, TESTS, act, flags_of, probe, run, scal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-CHAIN = {"num_steps": 8, "num_minibatches": 2}  # every rollout is one whole episode
-
 
 def rows(run_dir):
     with open(run_dir / "episodes.csv") as file:
@@ -41,12 +39,6 @@ def test_same_seed_same_run(script, small_args):
     checkpoints = [script.load_checkpoint(script.train(small_args(seed=seed))[1]) for seed in (3, 3, 4)]
     assert_same_learner(checkpoints[0], checkpoints[1])
     assert not torch.equal(checkpoints[0]["agent"].critic[0].weight, checkpoints[2]["agent"].critic[0].weight)
-
-
-def test_environments_have_different_seeds(script, small_args, minibatches):
-    one_step = {"total_timesteps": 32, "num_envs": 32, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
-    script.train(small_args(env_id=REAL_ENV[script.__name__], norm_obs=False, **one_step))
-    assert len(torch.unique(minibatches[0][0][3], dim=0)) == 32
 
 
 class Seeds(probes.Target):
@@ -68,24 +60,16 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Seeds-v0", Seeds, kwargs={"discrete": discrete})
 
 
-def test_seeds_of_environments(script, small_args):
-    """Each environment gets another one, and a resumed run gets new ones: its episodes are not those of the start."""
-    Seeds.seeds.clear()
-    _, run_dir = script.train(small_args(env_id=probe(script, "Seeds")))
-    again = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=512)
-    script.train(again)
-    assert len(Seeds.seeds) == len(set(Seeds.seeds)) == 8
-
-
-def test_noise_of_a_resumed_run(script, small_args):
-    """It is not that of the start: the same policy, which sees the same, does something else."""
-    Seeds.actions.clear()
-    still = {"learning_rate": 1e-30, "anneal_lr": False, "num_steps": 16}
-    _, run_dir = script.train(small_args(env_id=probe(script, "Seeds"), total_timesteps=64, **still))
+def test_seeds_of_a_resumed_run(script, small_args):
+    """Each environment gets another seed, and a resumed run gets new ones: its episodes are not those of the start. Nor
+    is its noise: the same policy, which sees the same, does something else."""
+    Seeds.seeds.clear(), Seeds.actions.clear()
+    still = {"learning_rate": 1e-30, "anneal_lr": False, "total_timesteps": 64}
+    _, run_dir = script.train(small_args(env_id=probe(script, "Seeds"), **still))
     args = script.load_checkpoint(run_dir)["args"]
     script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128))
-    assert len(Seeds.actions) == 128
-    assert not np.array_equal(Seeds.actions[:64], Seeds.actions[64:])
+    assert len(Seeds.seeds) == len(set(Seeds.seeds)) == 8
+    assert len(Seeds.actions) == 128 and not np.array_equal(Seeds.actions[:64], Seeds.actions[64:])
 
 
 class Limited(gym.Env):
@@ -103,57 +87,55 @@ class Limited(gym.Env):
 
 gym.register("discrete/Limited-v0", Limited, max_episode_steps=200)
 
-CASES = {
-    "defaults": {},
-    "other": {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True},
-}
+
+class SameNumbers(probes.Chain):
+    """The same random numbers begin when a run starts, and when it is resumed."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            torch.manual_seed(0)
+        return super().reset(seed=seed)
 
 
-@pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
-def test_resumed_learner_is_the_uninterrupted_one(script, small_args, monkeypatch, flags):
-    """Only random numbers and episodes begin anew. Here every rollout is one whole episode, and the same random numbers
-    begin behind each checkpoint: a run that is cut four times is then the whole one to the last bit. Weights,
-    optimizer, learning rate, schedules and statistics all have to be there for it, episodes and logs too."""
-    flags = CHAIN | {"env_id": probe(script, "AlignedChain"), "checkpoint_interval": 2, "total_timesteps": 256} | flags
-    save, manual_seed = script.Run.save, torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: manual_seed(7))
+for name, discrete in (("box", False), ("discrete", True)):
+    gym.register(f"{name}/SameNumbers-v0", SameNumbers, kwargs={"discrete": discrete, "lengths": (8,)})
 
-    def save_and_seed(run, *learner):
-        save(run, *learner)
+
+class Stops(list):
+    """Stop signals. The same random numbers begin where train reads them, at the end of every iteration."""
+
+    def __iter__(self):
         torch.manual_seed(0)
+        return super().__iter__()
 
-    monkeypatch.setattr(script.Run, "save", save_and_seed)
-    _, whole = script.train(small_args(exp_name="whole", **flags))
 
-    def save_and_die(run, *learner):
-        save(run, *learner)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(script.Run, "save", save_and_die)
+@pytest.mark.parametrize("flags", [{}, {"desired_kl": 0.01, "anneal_clip": True, "clip_vloss": True}])
+def test_resumed_learner_is_the_uninterrupted_one(script, small_args, flags):
+    """Only random numbers and episodes begin anew. Here every rollout is one whole episode, and the same random numbers
+    begin behind each iteration: a run that is stopped in each of them is then the whole one to the last bit. Weights,
+    optimizer, learning rate, schedules and statistics all have to be there for it, episodes and logs too."""
+    flags = {"num_steps": 8, "num_minibatches": 2, "env_id": probe(script, "SameNumbers")} | flags
+    _, whole = script.train(small_args(exp_name="whole", **flags), Stops())
     args = small_args(exp_name="half", **flags)
-    for cut in (32, 64, 128, 192):
-        with pytest.raises(KeyboardInterrupt):
-            script.train(args)
-        (half,) = (path for path in whole.parent.iterdir() if "half" in path.name)
+    for step in range(32, 257, 32):
+        _, half = script.train(args, Stops([signal.SIGTERM]))
         saved = script.load_checkpoint(half)
-        assert saved["global_step"] == cut
+        assert saved["global_step"] == step
         args = dataclasses.replace(saved["args"], resume=str(half))
-    monkeypatch.setattr(script.Run, "save", save)
-    script.train(args)
     assert_same_learner(script.load_checkpoint(half), script.load_checkpoint(whole))
     assert len(rows(half)) == 1 + 256 // 8 and [row[:3] for row in rows(half)] == [row[:3] for row in rows(whole)]
-    one, two = scalars(half), scalars(whole)
-    assert one.keys() == two.keys()
-    for key in one.keys() - {"charts/SPS"}:
-        assert one[key] == two[key], key
+    logged = scalars(whole)
+    del logged["charts/SPS"]  # runs of one iteration have none
+    assert scalars(half) == logged
 
 
-def test_resume_without_further_steps(script, small_args):
-    """The learner is that of the checkpoint, to the bit; rows and checkpoint stay as they are."""
+def test_resume_without_further_steps(script, small_args, capsys):
+    """The learner is that of the checkpoint, to the bit; rows and checkpoint stay as they are; a line says why."""
     _, run_dir = script.train(small_args())
     saved = script.load_checkpoint(run_dir)
     before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
     agent, same_dir = script.train(dataclasses.replace(saved["args"], resume=str(run_dir)))
+    assert "step 256 of 256, nothing left to do: raise --total-timesteps" in capsys.readouterr().out
     assert same_dir == run_dir and list(run_dir.parent.iterdir()) == [run_dir]
     torch.testing.assert_close(agent.state_dict(), saved["agent"].state_dict(), atol=0, rtol=0)
     assert before == {name: (run_dir / name).read_bytes() for name in before}
@@ -197,11 +179,11 @@ def test_resume_with_a_larger_batch_stays_within_the_total(script, small_args):
     assert script.load_checkpoint(run_dir)["global_step"] == 192 + 2 * 128
 
 
-def start(script, runs_dir, **args):
+def start(script, runs_dir, environment=None, **args):
     command = [sys.executable, str(ROOT / f"{script}.py"), f"--runs-dir={runs_dir}", *flags_of(**args)]
     return subprocess.Popen(
         command,
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        env=os.environ | {"PYTHONPATH": str(TESTS)} | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -463,17 +445,9 @@ def test_episodes_span_rollouts(script, small_args):
         assert float(row[1]) == pytest.approx(rewards.sum(), rel=1e-5)
 
 
-def test_evaluation_of_an_agent_on_the_cpu_touches_no_gpu(script, small_args, monkeypatch):
-    """Not even to keep its random numbers: it may be somebody else's."""
-    args = small_args()
-    agent, _ = script.train(args)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail("asked a GPU"))
-    script.evaluate(agent, args.env_id, 1, args.seed)
-
-
-def test_evaluate(script, small_args):
-    """In a fresh process, from raw observations: the same returns twice, and no statistic moves."""
+def test_evaluate(script, small_args, watch):
+    """In a fresh process, from raw observations: the same returns twice, and no statistic moves. Not even the random
+    numbers of a GPU are touched for an agent on the CPU: it may be somebody else's."""
     args = small_args(env_id="probes:" + small_args().env_id, total_timesteps=1024)
     agent, run_dir = script.train(args)
     before = (run_dir / "checkpoint.pt").read_bytes()
@@ -483,6 +457,7 @@ def test_evaluate(script, small_args):
     assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout.splitlines()[0].split()) == 6
     assert (run_dir / "checkpoint.pt").read_bytes() == before
     state = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
+    asked_for_gpus = watch(torch.cuda, "device_count")
     returns = script.evaluate(agent, args.env_id, 5, args.seed)
     assert outputs[0].stdout.splitlines()[0].split()[1:] == [f"{value:.1f}" for value in returns]
     torch.testing.assert_close(agent.state_dict(), state, atol=0, rtol=0)
@@ -491,6 +466,7 @@ def test_evaluate(script, small_args):
         script.evaluate(agent, args.env_id, 50, args.seed, deterministic=deterministic)
         for deterministic in (True, False, False)
     )
+    assert not asked_for_gpus
     assert np.array_equal(sampled, again) and not np.array_equal(sampled, returns)
     # Evaluation in between changes nothing of what training draws.
     assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(0)))
