@@ -1,20 +1,19 @@
 """torchrun: several processes train as one."""
 
-import csv
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from conftest import ACTIONS, ONE, ROOT, TESTS, flags_of, probe, run
+from test_run import rows, wait_for
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 SETTINGS = {"total_timesteps": 512, "num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 3}
 SETTINGS |= {"compile": False, "learning_rate": 1e-2}
-GAMMA, TARGET_KL = 0.9, 0.01
 
 
 def start(*command):
@@ -24,92 +23,53 @@ def start(*command):
     return subprocess.Popen([*TORCHRUN, *map(str, command)], env=environment, **pipes)
 
 
-def moments(rows):
-    """Mean and variance of all rows, behind a count of 1e-4 of rows with mean 0 and variance 1."""
-    count = len(rows) + 1e-4
-    mean = rows.sum(0) / count
-    return mean, ((rows - mean) ** 2).sum(0) / count + 1e-4 * (1 + mean**2) / count
-
-
-def discounted_returns(rewards, ends):
-    """Those of one environment, step by step, each with what was before it in its episode."""
-    returns, value = [], 0.0
-    for reward, end in zip(rewards, ends):
-        value = reward + GAMMA * value
-        returns.append(value)
-        value = 0.0 if end else value
-    return returns
-
-
 def test_two_ranks_train_as_one(script, tmp_path):
-    """After every update both have the same weights, to the bit. Their statistics are those of all that both have seen,
-    their environments differ, gradients are averaged, and the KL limit ends an update for both in the same
-    minibatch."""
-    env_id = f"{ACTIONS[script.__name__]}/Recorded-v0"
-    flags = flags_of(
-        **SETTINGS, env_id=env_id, gamma=GAMMA, target_kl=TARGET_KL, stagger_envs=True, runs_dir=tmp_path / "runs"
-    )
+    """They end with the same weights, to the bit: gradients are averaged, and the KL limit ends an update for both in
+    the same minibatch. What they show of their environments is what one process shows that has all of them: the
+    statistics, and the rows of episodes.csv. Their seeds and their noise differ."""
+    settings = SETTINGS | {"env_id": f"{ACTIONS[script.__name__]}/Numbered-v0", "gamma": 0.9, "stagger_envs": True}
+    flags = flags_of(**settings, target_kl=0.01, runs_dir=tmp_path / "two")
     process = start(TESTS / "ranks.py", script.__name__, tmp_path, *flags)
     printed = process.communicate(timeout=200)[0]
     assert process.returncode == 0, printed
-    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
-
-    one, other = (rank["weights"] for rank in ranks)
-    assert len(one) == len(other) == 4
-    torch.testing.assert_close(one, other, atol=0, rtol=0)
-    assert not torch.equal(one[0]["actor.0.weight"], one[3]["actor.0.weight"])
-
-    # Each had gradients of its own, from data of its own; both took the mean of the two.
-    assert len(ranks[0]["averaged"]) == len(ranks[1]["averaged"])
-    size, gradients = sum(weights.numel() for weights in one[0].values()), 0
-    for (own, mean), (other_own, other_mean) in zip(*(rank["averaged"] for rank in ranks)):
-        assert torch.equal(mean, other_mean)
-        torch.testing.assert_close(mean, (own + other_own) / 2)
-        gradients += own.numel() == size and not torch.equal(own, other_own)
-    assert gradients == len(ranks[0]["kls"])
-
-    assert ranks[0]["minibatches"] == ranks[1]["minibatches"]
-    kls, first, stopped = np.mean([rank["kls"] for rank in ranks], axis=0), 0, 0
-    for end in ranks[0]["minibatches"]:
-        update, first = kls[first:end], end
-        assert update[0] < 1e-6 and (update[:-1] <= 1.5 * TARGET_KL).all()
-        assert update[-1] > 1.5 * TARGET_KL or len(update) == 6
-        stopped += len(update) < 6
-    assert stopped and ranks[0]["kls"][1:] != ranks[1]["kls"][1:]
-
+    first, second = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1))
+    torch.testing.assert_close(first["agent"], second["agent"], atol=0, rtol=0)
+    assert (first["has_folder"], second["has_folder"]) == (True, False)
+    assert len({*first["seeds"], *second["seeds"]}) == 8
     # The first policy is nearly the same noise everywhere. Each rank draws its own.
-    noise = [rank["actions"][:, :16].ravel() for rank in ranks]
+    noise = [rank["actions"][:, :16].ravel() for rank in (first, second)]
     assert abs(np.corrcoef(noise)[0, 1]) < 0.6
+    (two,) = (tmp_path / "two").iterdir()
+    steps = max(state["step"] for state in script.load_checkpoint(two)["optimizer"]["state"].values())
+    assert 4 <= steps < 4 * 3 * 2  # of 4 iterations, 3 epochs, 2 minibatches: the limit has ended some
 
-    members = [member for rank in ranks for member in rank["members"]]
-    assert len({seed for seed, *_ in members}) == len(members) == 8
-    rows = np.concatenate([obs for _, obs, _, _ in members]).astype(np.float64)
-    returns = np.concatenate([discounted_returns(rewards, ends) for _, _, rewards, ends in members])
-    assert len(rows) == len(returns) == 512
-    for rank in ranks:
-        for name, expected in (("obs_rms", rows), ("return_rms", returns)):
-            mean, variance = moments(expected)
-            np.testing.assert_allclose(rank["agent"][f"{name}.mean"], mean, rtol=1e-9)
-            np.testing.assert_allclose(rank["agent"][f"{name}.var"], variance, rtol=1e-9)
-            assert float(rank["agent"][f"{name}.count"]) == pytest.approx(512)
-
-    # Eight environments at eight steps of the limit of 16. Of the first episodes only that of environment 0 is whole.
-    assert [int(np.argmax(ends)) + 1 for _, _, _, ends in members] == [16, 14, 12, 10, 8, 6, 4, 2]
-    assert [rank["has_folder"] for rank in ranks] == [True, False]
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    with open(run_dir / "episodes.csv") as file:
-        table = list(csv.DictReader(file))
-    steps = [int(row["global_step"]) for row in table]
-    assert steps == sorted(steps) and {row["episodic_length"] for row in table} == {"16"}
-    whole = [sum(rewards[48:][:16]) for _, _, rewards, ends in members[:1]]  # the last episode of environment 0
-    assert len(table) == 4 + 7 * 3 and float(table[-1]["episodic_return"]) == pytest.approx(whole[0], rel=1e-4)
+    ranks.MEMBERS.clear()
+    alone, one = script.train(script.Args(**settings, runs_dir=str(tmp_path / "one")))
+    for name in (name for name in alone.state_dict() if "rms" in name):
+        torch.testing.assert_close(first["agent"][name], alone.state_dict()[name], rtol=1e-9, atol=0)
+    table, expected = ([row[:3] for row in rows(run_dir)] for run_dir in (two, one))
+    assert table == expected and len(table) == 1 + 4 + 7 * 3  # only environment 0 has a whole first episode
 
 
-def wait_for(condition, seconds=100):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+@ONE
+def test_two_ranks_take_the_mean_gradient(script, tmp_path):
+    """Their first step is that of one process with all environments. Adam's first moment is a tenth of its gradient,
+    and the critic's part of that does not depend on the actions."""
+    settings = SETTINGS | {"env_id": f"ranks:{ACTIONS[script.__name__]}/Numbered-v0", "total_timesteps": 128}
+    settings |= {"num_minibatches": 1, "update_epochs": 1, "max_grad_norm": 0.0}
+    process = start(ROOT / f"{script.__name__}.py", *flags_of(**settings, runs_dir=tmp_path / "two"))
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, printed
+    ranks.MEMBERS.clear()
+    script.train(script.Args(**settings, runs_dir=str(tmp_path / "one")))
+    moments = []
+    for folder in ("two", "one"):
+        saved = script.load_checkpoint(next((tmp_path / folder).iterdir()))
+        parameters = saved["agent"].named_parameters()
+        critic = torch.cat([torch.full((x.numel(),), name.startswith("critic")) for name, x in parameters])
+        moments.append(saved["optimizer"]["state"][0]["exp_avg"][critic])
+    torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-6)
+    assert moments[1].abs().max() > 1e-3
 
 
 @ONE
@@ -118,7 +78,7 @@ def test_a_rank_dies(script, tmp_path):
     settings = SETTINGS | {"total_timesteps": 16_384, "checkpoint_interval": 1, "learning_rate": 1e-3}
     env_id = f"probes:{probe(script)}"
     process = start(ROOT / f"{script.__name__}.py", *flags_of(**settings, env_id=env_id, runs_dir=tmp_path))
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")), process)
     (run_dir,) = tmp_path.iterdir()
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[1]), 9)
@@ -129,8 +89,7 @@ def test_a_rank_dies(script, tmp_path):
     alone = run(script.__name__, "--resume", run_dir, "--env-id", env_id, f"--total-timesteps={saved + 256}")
     assert alone.returncode == 0, alone.stderr
     assert script.load_checkpoint(run_dir)["global_step"] == saved + 256
-    with open(run_dir / "episodes.csv") as file:
-        steps = [int(row["global_step"]) for row in csv.DictReader(file)]
+    steps = [int(row[0]) for row in rows(run_dir)[1:]]
     assert steps == [step for step in range(8, saved + 257, 8) for _ in range(8)]  # episodes of one step
 
 
@@ -146,8 +105,7 @@ def test_two_ranks_resume(script, tmp_path):
     assert process.returncode == 0, printed
     saved = script.load_checkpoint(run_dir)
     assert saved["global_step"] == 1024 and float(saved["agent"].obs_rms.count) == pytest.approx(1024)
-    with open(run_dir / "episodes.csv") as file:
-        steps = [int(row["global_step"]) for row in csv.DictReader(file)]
+    steps = [int(row[0]) for row in rows(run_dir)[1:]]
     assert steps == [step for step in range(8, 1025, 8) for _ in range(8)]
 
 
@@ -166,7 +124,7 @@ def test_a_signal_to_the_job(script, tmp_path):
     settings = SETTINGS | {"total_timesteps": 10**7, "checkpoint_interval": 10**6}
     flags = flags_of(**settings, env_id=f"probes:{probe(script)}", runs_dir=tmp_path)
     process = start(ROOT / f"{script.__name__}.py", *flags)
-    wait_for(lambda: any(len(path.read_text()) > 1000 for path in tmp_path.glob("*/episodes.csv")))
+    wait_for(lambda: any(len(path.read_text()) > 1000 for path in tmp_path.glob("*/episodes.csv")), process)
     process.terminate()
     printed = process.communicate(timeout=100)[0]
     assert process.returncode and "stopped; go on with --resume" in printed
