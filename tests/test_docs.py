@@ -26,20 +26,22 @@ def requirements(path):
     return {line for line in lines if line}
 
 
-def test_script_header_agrees_with_requirements(script):
-    """PEP 723: what `uv run` installs is what requirements.txt says, every entry with a lower and an upper bound."""
-    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / f"{script.__name__}.py").read_text(), re.M | re.S)[1]
-    header = set(re.findall(r'"([^"]+)"', block.split("dependencies")[1]))
-    assert header == requirements(ROOT / "requirements.txt")
-    for requirement in header | requirements(ROOT / "tests" / "requirements.txt"):
+def header(name):
+    """The requirements in the PEP 723 header of a script, which are what `uv run` installs."""
+    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / f"{name}.py").read_text(), re.M | re.S)[1]
+    return set(re.findall(r'"([^"]+)"', block.split("dependencies")[1]))
+
+
+def test_headers_agree_with_requirements():
+    """That of a script is requirements.txt, those of variants are parts of it and of theirs. Every entry has a lower
+    and an upper bound."""
+    every = requirements(ROOT / "requirements.txt")
+    for script in SCRIPTS:
+        assert header(script) == every
+    for variant in ("ppo_gpu_sim", "ppo_rlhf"):
+        assert header(f"variants/{variant}") <= every | requirements(ROOT / "variants" / "requirements.txt")
+    for requirement in every | requirements(ROOT / "tests" / "requirements.txt"):
         assert re.fullmatch(r"[\w\[\],-]+>=[\d.]+,<[\d.]+", requirement), requirement
-
-
-@pytest.mark.parametrize("variant", ["ppo_gpu_sim", "ppo_rlhf"])
-def test_header_of_a_variant_agrees_with_requirements(variant):
-    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "variants" / f"{variant}.py").read_text(), re.M | re.S)[1]
-    header = set(re.findall(r'"([^"]+)"', block.split("dependencies")[1]))
-    assert header <= requirements(ROOT / "requirements.txt") | requirements(ROOT / "variants" / "requirements.txt")
 
 
 def test_metric_table_lists_what_is_logged(script, small_args):
@@ -79,9 +81,9 @@ def test_commands_have_the_flags_they_use(script):
             script.parse_args(shlex.split(command))
 
 
-def test_commands_of_the_benchmark_parse(monkeypatch):
+def test_commands_of_the_benchmark_parse():
     """Those of run.py and tune.py in docs/ and their docstrings; what follows `--` is for the script."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    sys.path.insert(0, str(ROOT / "benchmark"))
     import report
     import run
     import tune
@@ -105,35 +107,17 @@ def test_commands_of_the_benchmark_parse(monkeypatch):
 
 # CleanRL's defaults (commit fe8d8a0) in the names of Args: what its three scripts have in common, and what not.
 CLEANRL = {"seed": 1, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True, "clip_vloss": True}
-CLEANRL |= {
-    "vf_clip_coef": None,
-    "vf_coef": 0.5,
-    "kl_coef": 0.0,
-    "max_grad_norm": 0.5,
-    "target_kl": None,
-    "recompute_advantages": False,
-}
-CLASSIC = {
-    "env_id": "CartPole-v1",
-    "total_timesteps": 500_000,
-    "num_envs": 4,
-    "num_steps": 128,
-    "learning_rate": 2.5e-4,
-}
-CLASSIC |= {"num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
+CLEANRL |= {"vf_clip_coef": None, "vf_coef": 0.5, "kl_coef": 0.0, "max_grad_norm": 0.5, "target_kl": None}
+CLEANRL |= {"recompute_advantages": False}
+CLASSIC = {"env_id": "CartPole-v1", "total_timesteps": 500_000, "num_envs": 4, "num_steps": 128}
+CLASSIC |= {"learning_rate": 2.5e-4, "num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
 CLASSIC |= {"norm_obs": False, "norm_reward": False, "clip_reward": False}
 ATARI = CLASSIC | {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1}
 ATARI |= {"norm_obs": True, "clip_reward": True}  # norm_obs leaves images alone
 MUJOCO = {"env_id": "HalfCheetah-v4", "total_timesteps": 1_000_000, "num_envs": 1, "num_steps": 2048}
 MUJOCO |= {"learning_rate": 3e-4, "num_minibatches": 32, "update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0}
-MUJOCO |= {
-    "norm_obs": True,
-    "norm_reward": True,
-    "log_std_init": 0.0,
-    "log_std_min": None,
-    "log_std_max": None,
-    "anneal_std": False,
-}
+MUJOCO |= {"norm_obs": True, "norm_reward": True, "log_std_init": 0.0, "log_std_min": None, "log_std_max": None}
+MUJOCO |= {"anneal_std": False}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +150,7 @@ def test_table_of_defaults():
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
-def test_snippet_acts(script, small_args, monkeypatch):
+def test_snippet_acts(script, small_args):
     """The Python block of docs/running.md, on a run of the test."""
     args = small_args()
     _, run_dir = script.train(args)
@@ -180,13 +164,12 @@ def test_snippet_acts(script, small_args, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_snippet_exports(script, small_args, tmp_path, monkeypatch):
+def test_snippet_exports(script, small_args, tmp_path):
     """The exported file gives the actions of the agent, for any number of observations."""
     agent, run_dir = script.train(small_args(env_id="Hopper-v4"))
     block = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)[1]
-    monkeypatch.chdir(tmp_path)
-    exec(block.replace("runs/NAME", str(run_dir)), {})
-    policy = torch.export.load("agent.pt2").module()
+    exec(block.replace("runs/NAME", str(run_dir)).replace("agent.pt2", f"{tmp_path}/agent.pt2"), {})
+    policy = torch.export.load(tmp_path / "agent.pt2").module()
     for rows in (1, 5):
         raw_obs = 3 * torch.randn(rows, 11)
         np.testing.assert_allclose(policy(raw_obs).numpy(), agent.predict(raw_obs.numpy()), atol=1e-6)
@@ -235,16 +218,14 @@ def test_same_phases_in_the_same_order(script):
     assert all(f"*{phase}*" in DOCS["your-environment"].replace("\n", " ") for phase in phases)
 
 
-def test_every_flag_is_explained(script):
+def test_every_flag_is_explained(script, main):
     """tyro takes the comment behind a field as its help; a field without one shows none."""
-    tree = ast.parse((ROOT / f"{script.__name__}.py").read_text())
-    lines = (ROOT / f"{script.__name__}.py").read_text().splitlines()
-    (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    text = (ROOT / f"{script.__name__}.py").read_text()
+    lines = text.splitlines()
+    (args,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Args"]
     for field in args.body:
         assert "  # " in lines[field.lineno - 1], lines[field.lineno - 1]
-    shown = subprocess.run(
-        [sys.executable, str(ROOT / f"{script.__name__}.py"), "--help"], capture_output=True, text=True
-    )
+    shown = main(script, "--help")
     assert shown.returncode == 0 and "discount factor" in shown.stdout
 
 
