@@ -1,4 +1,4 @@
-"""Advantages: SB3's rollout buffer, and the probe whose every advantage is exactly zero."""
+"""Advantages: golden vectors, SB3's rollout buffer, and the probe whose every advantage is exactly zero."""
 
 import dataclasses
 import json
@@ -7,12 +7,28 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ONE, probe, scalars
+from conftest import ONE, golden, probe, scalars
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
 # test_rnn.py has the probe of a memory.
 NO_MEMORY = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
+
+
+@pytest.mark.parametrize("case", ["gae_no_dones", "gae_done_is_terminal", "gae_truncation_bootstrap"])
+def test_golden(script, case):
+    """In double precision, to nine digits."""
+    inputs, expected = golden(case)
+    rewards, values = inputs["rewards"], inputs["values"]
+    none = torch.zeros_like(values)
+    terminations = inputs.get("terminations", inputs.get("dones", none)).bool()
+    truncations = inputs.get("truncations", none).bool()
+    next_values = torch.cat([values[1:], inputs["last_values"][None]])
+    next_values = torch.where(truncations, inputs.get("final_values", none), next_values)
+    found = script.compute_gae(
+        rewards, values, next_values, terminations, truncations, inputs["gamma"], inputs["gae_lambda"]
+    )
+    torch.testing.assert_close(found, (expected["advantages"], expected["returns"]), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("T, lam", [(40, 0.9), (40, 0.0), (40, 1.0), (1, 0.9)])
