@@ -29,6 +29,7 @@ import phases
 import report
 import run as suites
 import speed
+import tune
 
 RESULTS = ROOT / "benchmark" / "results"
 SWEEPS = sorted((ROOT / "benchmark" / "sweeps").glob("*.yaml"))
@@ -70,8 +71,9 @@ def test_masked_environment_from_the_command_line(tmp_path):
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """A folder in place of benchmark/results/ and of docs/pictures/."""
-    for module, name in ((report, "RESULTS"), (report, "PICTURES"), (speed, "RESULTS"), (learning, "RESULTS")):
-        monkeypatch.setattr(module, name, tmp_path / "results")
+    for module in (report, speed, learning, tune):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "PICTURES", tmp_path / "results")
     (tmp_path / "results").mkdir()
     return tmp_path / "results"
 
@@ -414,7 +416,7 @@ def test_sweeps(path):
             assert spec["min"] <= defaults[name] <= spec["max"]
 
 
-def test_tune(tmp_path):
+def test_tune(tmp_path, results, main):
     """Two workers make one study; its first trial has the defaults, the second what the file begins with; a score is
     the figure of the run; the same command has nothing left to do."""
     small = yaml.safe_load((ROOT / "benchmark" / "sweeps" / "ppo_discrete.yaml").read_text())
@@ -429,24 +431,19 @@ def test_tune(tmp_path):
     words = [str(tmp_path / "sweep.yaml"), "--study=s", f"--runs-dir={tmp_path}", "--total-timesteps=4096"]
     words += ["--trials=2", "--seeds=1"]
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmark')!r}); import report, pathlib, tune; "
-    code += f"tune.RESULTS = pathlib.Path({str(tmp_path)!r}); tune.main()"
-    command = [sys.executable, "-c", code, *words]
-    found = None
-    for workers in (2, 1):
-        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(workers)]
-        printed = [process.communicate(timeout=300)[0] for process in processes]
-        assert all(process.returncode == 0 for process in processes) and "the best is" in printed[-1]
-        rows = report.read_csv(tmp_path / "tuning_s.csv")
-        complete = [row for row in rows if row["state"] == "COMPLETE"]
-        assert 2 <= len(complete) <= 3 and (workers == 2 or rows == found)
-        found = rows
+    code += f"tune.RESULTS = pathlib.Path({str(results)!r}); tune.main()"
+    workers = [subprocess.Popen([sys.executable, "-c", code, *words]) for _ in range(2)]
+    assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+    rows = report.read_csv(results / "tuning_s.csv")
+    complete = [row for row in rows if row["state"] == "COMPLETE"]
+    assert 2 <= len(complete) <= 3
+    assert "the best is" in main(tune, *words).stdout and report.read_csv(results / "tuning_s.csv") == rows
     default = ppo_discrete.Args()
     begun = [(float(row["gamma"]), float(row["learning_rate"])) for row in rows[:2]]
     assert begun == [(default.gamma, default.learning_rate), (0.98, default.learning_rate)]
     for row in complete:
         assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 101"]), rel=1e-3)
-    other = subprocess.run([*command, "--seeds=2"], capture_output=True, text=True, timeout=100)
-    assert other.returncode == 1 and "began with other tasks, seeds, steps or parameters" in other.stderr
+    assert "began with other tasks, seeds, steps or parameters" in main(tune, *words, "--seeds=2").returncode
 
 
 def test_speed_is_that_of_the_steps_in_between(monkeypatch):
@@ -489,12 +486,12 @@ def test_speed_commands_run(contestant, tmp_path):
         speed.seconds([sys.executable, "-c", "raise ValueError"], str(tmp_path))
 
 
-def test_learning_is_that_of_the_timed_command(tmp_path):
+def test_learning_is_that_of_the_timed_command(tmp_path, main):
     """The figure is that of a run of the same command line in episodes.csv."""
     contestant, _, _ = speed.make_cases()["discrete"]["ppo_discrete"]
     command = [*contestant(4096), "--no-compile", "--no-norm-adv"]
     figure = learning.last_100_mean(command)
-    subprocess.run([*command, f"--runs-dir={tmp_path}"], check=True, env=speed.one_thread(), capture_output=True)
+    main(ppo_discrete, *command[2:], f"--runs-dir={tmp_path}")
     episodes = report.read_csv(next(tmp_path.iterdir()) / "episodes.csv")
     assert figure == pytest.approx(np.mean([float(row["episodic_return"]) for row in episodes[-100:]]), rel=1e-6)
     with pytest.raises(SystemExit, match=r"only .* episodes, 100 are needed"):

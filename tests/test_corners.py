@@ -209,13 +209,3 @@ def test_report_passes_over_other_folders(tmp_path):
             (tmp_path / name).touch()
         with pytest.raises(SystemExit, match="none of these"):
             report.write_csv("some", [tmp_path])
-
-
-@ONE
-def test_wandb_run_of_a_folder_by_another_name(script, small_args, offline_wandb):
-    """A resumed run goes on in the run of wandb that has the folder's own name."""
-    _, run_dir = script.train(small_args())
-    (run_dir / "sub").mkdir()
-    path = f"{run_dir}/sub/.."
-    script.train(small_args(resume=path, track=True, total_timesteps=512))
-    assert list(run_dir.glob(f"wandb/offline-run-*-{run_dir.name}"))

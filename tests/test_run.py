@@ -17,7 +17,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import ONE, REAL_ENV, ROOT, TESTS, act, flags_of, probe, run, scalars
+from conftest import ONE, REAL_ENV, ROOT, SCRIPTS, TESTS, act, flags_of, probe, run, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -144,7 +144,9 @@ def test_resume_without_further_steps(script, small_args, capsys):
 LONGER = {"ppo_continuous": "Pendulum-v1", "ppo_discrete": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
 
 
-@pytest.mark.parametrize("async_envs", [False, True])
+@pytest.mark.parametrize(
+    "script, async_envs", [*((name, False) for name in SCRIPTS), ("ppo_continuous", True)], indirect=["script"]
+)
 def test_resumed_twice_is_the_same_run_twice(script, small_args, async_envs):
     """From copies of one folder, cut in the middle of episodes: the same weights, optimizer, rows and logs."""
     half = {"env_id": LONGER[script.__name__], "async_envs": async_envs, "total_timesteps": 4 * 16 * 10}
@@ -210,9 +212,10 @@ LONG = {"total_timesteps": 16 * 4 * 150, "num_envs": 4, "num_steps": 16, "num_mi
 LONG |= {"compile": False, "checkpoint_interval": 7, "seed": 5}
 
 
+@ONE
 def test_kill_and_resume(script, tmp_path):
     """kill -9 in the middle: every episode up to the checkpoint stays, none is there twice, and the run goes on to its
-    end, the same way each time."""
+    end, the same way each time. (test_resumed_twice_is_the_same_run_twice asks every script.)"""
     name = script.__name__
     process = start(name, tmp_path / "runs", env_id="probes:" + probe(script), **LONG)
     wait_for(lambda: checkpointed_step(script, tmp_path / "runs") >= 64 * 21, process)
@@ -506,8 +509,10 @@ def test_loaded_agent_acts_as_the_trained_one(script, small_args):
     assert all(space.contains(action) for action in act(loaded, raw_obs * 1e6))
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_learns_the_target(script, small_args):
-    """The best return is 0, and the policy must find what each observation wants, through both normalisations."""
+    """The best return is 0, and the policy must find what each observation wants, through both normalisations.
+    (test_rnn.py has what a memory must learn.)"""
     args = small_args(
         total_timesteps=16384, num_envs=16, num_steps=32, num_minibatches=8, update_epochs=10, learning_rate=1e-3
     )
