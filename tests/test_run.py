@@ -254,22 +254,19 @@ def test_kill_and_resume(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)  # Run is the same text in every script
-def test_a_run_that_still_goes_on_is_not_resumed(script, tmp_path):
+def test_a_run_that_still_goes_on_is_not_resumed(script, tmp_path, main):
     """Two processes in one folder would overwrite each other's rows. The second one ends in one line."""
     name, forever = script.__name__, LONG | {"total_timesteps": 10**8}
     process = start(name, tmp_path, env_id="probes:" + probe(script), **forever)
     wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 7, process)
     (run_dir,) = tmp_path.iterdir()
     resume = ["--resume", run_dir, f"--env-id=probes:{probe(script)}"]
-    second = run(name, *resume)
+    second = main(script, *resume)
     assert second.returncode == 2 and "another process" in second.stderr and len(second.stderr.splitlines()) == 1
     process.kill()
     process.wait()
     steps = [int(row[0]) for row in rows(run_dir)[1:-4]]  # the last rows may be half written
     assert steps == sorted(step for step in range(4, 4 * (len(steps) // 4 + 2), 4) for _ in range(4))[: len(steps)]
-    last = script.load_checkpoint(run_dir)["global_step"]
-    assert run(name, *resume, f"--total-timesteps={last + 640}").returncode == 0
-    assert script.load_checkpoint(run_dir)["global_step"] == last + 640
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
