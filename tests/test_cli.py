@@ -428,7 +428,7 @@ def test_environment_that_resets_to_nan(script, small_args, name, where, capsys)
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
-@pytest.mark.parametrize("where, interval, kept", [("Obs", 1, 1200 // 64 * 64), ("Reward", 100, 64)])
+@pytest.mark.parametrize("where, interval, kept", [("Obs", 7, 64 * 14), ("Reward", 100, 64)])
 def test_environment_that_returns_nan(script, small_args, where, interval, kept, capsys):
     """One line, code 2; the last checkpoint before it stays, and it can be resumed. The first iteration leaves one,
     whatever the interval."""
