@@ -11,7 +11,7 @@
     python ppo_continuous.py --env-id HalfCheetah-v4     # train; logs and checkpoints go to runs/NAME
     python ppo_continuous.py --resume runs/NAME          # go on after Ctrl-C, a kill or a crash
     python ppo_continuous.py --evaluate runs/NAME        # play episodes with the trained agent
-    torchrun --nproc-per-node 2 ppo_continuous.py        # train in two processes, which share the environments
+    torchrun --nproc-per-node 2 ppo_continuous.py        # train in two processes, each with half the environments
 
 Choices, where implementations of PPO differ (what each one gains: docs/notes/):
  1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
@@ -24,7 +24,7 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
     (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
  7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
  8. The environment gets the action clipped to its bounds. The policy learns from the unclipped action.
- 9. Many environments and short rollouts (100 x 20). --stagger-envs shortens the first episodes, each by another amount.
+ 9. Many environments and short rollouts (100 x 20). --stagger-envs shortens each first episode by its own amount.
 10. --log-std-min and --log-std-max bound the learned log_std. --anneal-std then scales the standard deviation to 0.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
@@ -70,7 +70,7 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = "ppo_continuous"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of networks, noise and environments; every environment gets another one
+    seed: int = 1  # seed of networks, noise and environments; each environment gets its own
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
@@ -88,7 +88,7 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
-    stagger_envs: bool = True  # shorten the first episodes, each by another amount; these are not logged
+    stagger_envs: bool = True  # shorten each first episode by its own amount, and do not log it
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -139,7 +139,7 @@ class RunningMeanStd(nn.Module):
         mean = average_over_ranks(x.mean(0))
         var = average_over_ranks((x - mean).square().mean(0))
         count = len(x) * (dist.get_world_size() if dist.is_initialized() else 1)
-        # Two groups of rows, merged (Chan et al. 1979): variances within the groups, and between their means.
+        # Merges old and new rows (Chan et al. 1979): the variance within both groups plus that between their means.
         new_share = count / (self.count + count)
         old_share = 1 - new_share
         delta = mean - self.mean
@@ -224,7 +224,7 @@ class Agent(nn.Module):
             action = mean + log_std.exp() * torch.randn_like(mean)
         z = (action - mean) / log_std.exp()
         log_prob = -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
-        # Of the unclipped normal distribution, in nats; a function of log_std alone.
+        # Entropy of the unclipped normal distribution, in nats. It depends on log_std alone.
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
         return action, log_prob, entropy, self.get_value(obs)
 
@@ -373,7 +373,7 @@ def train(args, stop_signals=()):
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
-    # Tensors: the compiled functions below see a later change only in a tensor that changes in place (fill_, copy_).
+    # Tensors, to be changed in place (fill_, copy_): the compiled functions below see no other change.
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -443,7 +443,7 @@ def train(args, stop_signals=()):
         # ---------------------------------------------------------------------------------------------------- rollout
         episodes, all_raw_obs, raw_final_obs = [], [], []
         for t in range(T):
-            all_raw_obs.append(next_obs)
+            all_raw_obs.append(next_obs.copy())  # an environment's own vector may reuse its array
             obs[t], actions[t], log_probs[t], env_actions = act(torch.from_numpy(next_obs))
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
             truncated = truncated & ~terminated  # with both set it terminated
@@ -591,7 +591,7 @@ class VectorMember(gym.Wrapper):
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, {}
         numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
-        # A copy: the environment may begin the next episode in the same array. A list: gymnasium does not merge it.
+        # A copy: the environment may reuse its array. A list: gymnasium does not merge lists.
         return copy.deepcopy(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 
@@ -669,7 +669,7 @@ def compiled(function, args, device, check=False):
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
-        options["cpp.vec_isa_ok"] = True  # else torch starts a process, for a second, to try what the CPU says it can
+        options["cpp.vec_isa_ok"] = True  # else torch tests the CPU's vector instructions for a second
     programs = []
 
     def call(*arguments):
@@ -700,7 +700,7 @@ def record(function, args, device):
 
     def call(*arguments):
         if results:
-            for x, argument in zip(inputs, arguments):  # pinned memory: a copy from the CPU would wait otherwise
+            for x, argument in zip(inputs, arguments):  # pinned memory: else a copy from the CPU waits
                 x.copy_(argument if argument.is_cuda else argument.pin_memory(), non_blocking=True)
             graph.replay()
             return tree_map_only(torch.Tensor, torch.clone, results[0])

@@ -81,7 +81,7 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = "ppo_rnn"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of networks, noise and environments; every environment gets another one
+    seed: int = 1  # seed of networks, noise and environments; each environment gets its own
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
@@ -99,7 +99,7 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
-    stagger_envs: bool = False  # shorten the first episodes, each by another amount; these are not logged
+    stagger_envs: bool = False  # shorten each first episode by its own amount, and do not log it
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -165,7 +165,7 @@ class RunningMeanStd(nn.Module):
         mean = average_over_ranks(x.mean(0))
         var = average_over_ranks((x - mean).square().mean(0))
         count = len(x) * (dist.get_world_size() if dist.is_initialized() else 1)
-        # Two groups of rows, merged (Chan et al. 1979): variances within the groups, and between their means.
+        # Merges old and new rows (Chan et al. 1979): the variance within both groups plus that between their means.
         new_share = count / (self.count + count)
         old_share = 1 - new_share
         delta = mean - self.mean
@@ -537,7 +537,7 @@ def train(args, stop_signals=()):
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
     average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
-    # Tensors: the compiled functions below see a later change only in a tensor that changes in place (fill_, copy_).
+    # Tensors, to be changed in place (fill_, copy_): the compiled functions below see no other change.
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
     adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
@@ -631,7 +631,7 @@ def train(args, stop_signals=()):
         episodes, all_raw_obs, raw_final_obs, first_state = [], [], [], state
         step_starts[0] = step_starts[T]
         for t in range(T):
-            all_raw_obs.append(next_obs)
+            all_raw_obs.append(next_obs.copy())  # an environment's own vector may reuse its array
             has_masks = agent.is_discrete and args.mask_actions and "action_mask" in infos
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
             seen = (torch.from_numpy(x) for x in (next_obs, step_starts[t], step_masks[t]))
@@ -793,7 +793,7 @@ class VectorMember(gym.Wrapper):
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, mask
         numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
-        # A copy: the environment may begin the next episode in the same array. A list: gymnasium does not merge it.
+        # A copy: the environment may reuse its array. A list: gymnasium does not merge lists.
         return copy.deepcopy(obs), reward, terminated, truncated, mask | {"numbers": [numbers]}
 
 
@@ -918,7 +918,7 @@ def compiled(function, args, device, check=False):
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
-        options["cpp.vec_isa_ok"] = True  # else torch starts a process, for a second, to try what the CPU says it can
+        options["cpp.vec_isa_ok"] = True  # else torch tests the CPU's vector instructions for a second
     programs = []
 
     def call(*arguments):
@@ -949,7 +949,7 @@ def record(function, args, device):
 
     def call(*arguments):
         if results:
-            for x, argument in zip(inputs, arguments):  # pinned memory: a copy from the CPU would wait otherwise
+            for x, argument in zip(inputs, arguments):  # pinned memory: else a copy from the CPU waits
                 x.copy_(argument if argument.is_cuda else argument.pin_memory(), non_blocking=True)
             graph.replay()
             return tree_map_only(torch.Tensor, torch.clone, results[0])

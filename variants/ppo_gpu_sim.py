@@ -159,7 +159,7 @@ class RunningMeanStd(nn.Module):
         mean = average_over_ranks(x.mean(0))
         var = average_over_ranks((x - mean).square().mean(0))
         count = len(x) * (dist.get_world_size() if dist.is_initialized() else 1)
-        # Two groups of rows, merged (Chan et al. 1979): variances within the groups, and between their means.
+        # Merges old and new rows (Chan et al. 1979): the variance within both groups plus that between their means.
         new_share = count / (self.count + count)
         old_share = 1 - new_share
         delta = mean - self.mean
@@ -781,7 +781,7 @@ def compiled(function, args, device, check=False):
     options = {"fallback_random": True}  # the random numbers of eager mode
     if device.type == "cpu":
         options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
-        options["cpp.vec_isa_ok"] = True  # else torch starts a process, for a second, to try what the CPU says it can
+        options["cpp.vec_isa_ok"] = True  # else torch tests the CPU's vector instructions for a second
     programs = []
 
     def call(*arguments):
