@@ -73,8 +73,8 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """At its 300th step it returns NaN, in the observation or in the reward, infinity, an observation of another shape
-    or type, raises, or never returns; "some" raise: those with an odd seed."""
+    """At its 300th step it returns NaN, in the observation or in the reward, infinity, or an observation of another
+    shape; or it raises, or never returns. "some" raise: those with an odd seed."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
@@ -91,8 +91,6 @@ class Broken(Target):
             reward = -np.inf
         if self.steps == 300 and self.where == "shape":
             obs, terminated = np.zeros(3, np.float32), False
-        if self.steps == 300 and self.where == "type":
-            obs, terminated = obs.astype(str), False
         if self.steps == 300 and (self.where == "raise" or (self.where == "some" and self.np_random_seed % 2)):
             raise RuntimeError("the simulator is lost")
         while self.steps == 300 and self.where == "hang":
@@ -188,7 +186,7 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Target-v0", Target, kwargs={"discrete": discrete})
     gym.register(f"{name}/NanReward-v0", Broken, kwargs={"discrete": discrete})
     gym.register(f"{name}/NanObs-v0", Broken, kwargs={"discrete": discrete, "where": "obs"})
-    for where in ("infinity", "shape", "type", "raise", "some", "hang"):
+    for where in ("infinity", "shape", "raise", "some", "hang"):
         gym.register(f"{name}/{where.title()}-v0", Broken, kwargs={"discrete": discrete, "where": where})
     gym.register(f"{name}/Shaped-v0", Shaped, kwargs={"discrete": discrete})
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
