@@ -15,20 +15,35 @@ from stable_baselines3.common.buffers import RolloutBuffer
 NO_MEMORY = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 
 
+def gae(script, inputs, lam=None, final_values=None):
+    """compute_gae on a golden case, its next values built from `values`, `last_values` and the final values."""
+    values = inputs["values"]
+    terminations = inputs.get("terminations", inputs.get("dones", torch.zeros_like(values))).bool()
+    truncations = inputs.get("truncations", torch.zeros_like(values)).bool()
+    next_values = torch.cat([values[1:], inputs["last_values"][None]])
+    if final_values is not None:
+        next_values = torch.where(truncations, final_values, next_values)
+    lam = inputs["gae_lambda"] if lam is None else lam
+    return script.compute_gae(inputs["rewards"], values, next_values, terminations, truncations, inputs["gamma"], lam)
+
+
 @pytest.mark.parametrize("case", ["gae_no_dones", "gae_done_is_terminal", "gae_truncation_bootstrap"])
 def test_golden(script, case):
-    """In double precision, to nine digits."""
     inputs, expected = golden(case)
-    rewards, values = inputs["rewards"], inputs["values"]
-    none = torch.zeros_like(values)
-    terminations = inputs.get("terminations", inputs.get("dones", none)).bool()
-    truncations = inputs.get("truncations", none).bool()
-    next_values = torch.cat([values[1:], inputs["last_values"][None]])
-    next_values = torch.where(truncations, inputs.get("final_values", none), next_values)
-    found = script.compute_gae(
-        rewards, values, next_values, terminations, truncations, inputs["gamma"], inputs["gae_lambda"]
-    )
-    torch.testing.assert_close(found, (expected["advantages"], expected["returns"]), atol=1e-9, rtol=0)
+    advantages, returns = gae(script, inputs, final_values=inputs.get("final_values"))
+    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(returns, expected["returns"], atol=1e-9, rtol=0)
+
+
+def test_golden_lambdas_and_single_step(script):
+    inputs, expected = golden("gae_lambda_0_and_1")
+    torch.testing.assert_close(gae(script, inputs, lam=0.0)[0], expected["advantages_lambda0"], atol=1e-9, rtol=0)
+    advantages, returns = gae(script, inputs, lam=1.0)
+    torch.testing.assert_close(advantages, expected["advantages_lambda1"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(returns, expected["discounted_returns"], atol=1e-9, rtol=0)
+    inputs, expected = golden("gae_T1")
+    advantages, _ = gae(script, inputs, final_values=inputs["final_values"])
+    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("T, lam", [(40, 0.9), (40, 0.0), (40, 1.0), (1, 0.9)])
