@@ -1,9 +1,8 @@
-"""Policy, losses and update: golden vectors, SB3's own update on the same data, compiled against eager."""
+"""Policy, losses and update: golden vectors, torch's Adam, compiled against eager. SB3 is in test_sb3.py."""
 
 import dataclasses
 import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -132,73 +131,6 @@ def test_adaptive_learning_rate(script):
     for kl, wanted in zip(inputs["kl"], expected["lr"]):
         lr = script.adapt_learning_rate(lr, kl, inputs["desired_kl"])
         torch.testing.assert_close(lr, wanted, atol=1e-15, rtol=1e-12)
-
-
-class TwoChoices(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 2])
-
-
-def test_gradient_and_metrics_of_sb3(script):
-    """One update of stable_baselines3.PPO from the same weights and the same rollout: its gradient and what it logs."""
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.logger import Logger
-
-    T, N, D = 16, 4, 2
-    discrete = ACTIONS[script.__name__] == "discrete"
-    sb3 = PPO(
-        "MlpPolicy",
-        TwoChoices() if discrete else gym.make("box/Target-v0"),
-        n_steps=T * N,
-        batch_size=T * N,
-        n_epochs=1,
-        ent_coef=0.01,
-        max_grad_norm=1e9,
-        device="cpu",
-    )
-    sb3.set_logger(Logger(None, []))
-    no_bounds = NO_BOUNDS[script.__name__]
-    # vf_coef: 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
-    agent = make_agent(script, D, 2, norm_adv=True, vf_coef=1.0, ent_coef=0.01, kl_coef=0.0, **no_bounds)
-    networks = [(sb3.policy.mlp_extractor.policy_net, agent.actor[:4]), (sb3.policy.action_net, agent.actor[4])]
-    networks += [(sb3.policy.mlp_extractor.value_net, agent.critic[:4]), (sb3.policy.value_net, agent.critic[4])]
-    for theirs, ours in networks:
-        ours.load_state_dict(theirs.state_dict())
-    if not discrete:
-        agent.log_std.data.copy_(sb3.policy.log_std.data)
-
-    torch.manual_seed(0)
-    obs = torch.randn(T * N, D)
-    actions = torch.randint(2, (T * N, 2)) if discrete else torch.randn(T * N, 2)
-    log_probs = sb3.policy.evaluate_actions(obs, actions)[1].detach() + 0.3 * torch.randn(T * N)
-    values, advantages = torch.randn(2, T * N)
-    returns = advantages + values
-    buffer = sb3.rollout_buffer
-    buffer.observations, buffer.actions = obs.unsqueeze(1).numpy(), actions.unsqueeze(1).numpy()
-    for name, tensor in {
-        "log_probs": log_probs,
-        "values": values,
-        "advantages": advantages,
-        "returns": returns,
-    }.items():
-        setattr(buffer, name, tensor.unsqueeze(1).numpy())
-    buffer.full, buffer.generator_ready = True, False
-
-    minibatch = obs, actions, log_probs, values, advantages, returns, *MASKS[script.__name__]
-    loss, metrics = script.ppo_loss(agent, agent.args, 1.0, *minibatch)
-    loss.backward()
-    sb3.train()
-    for theirs, ours in networks:
-        for their_parameter, our_parameter in zip(theirs.parameters(), ours.parameters()):
-            torch.testing.assert_close(our_parameter.grad, their_parameter.grad, atol=1e-6, rtol=1e-4)
-    if not discrete:
-        torch.testing.assert_close(agent.log_std.grad, sb3.policy.log_std.grad, atol=1e-6, rtol=1e-4)
-    logged = sb3.logger.name_to_value
-    assert metrics["policy_loss"].item() == pytest.approx(logged["train/policy_gradient_loss"], abs=1e-6)
-    assert metrics["value_loss"].item() == pytest.approx(0.5 * logged["train/value_loss"], rel=1e-5)
-    assert metrics["entropy"].item() == pytest.approx(-logged["train/entropy_loss"], rel=1e-6)
-    assert metrics["approx_kl"].item() == pytest.approx(logged["train/approx_kl"], rel=1e-4)
-    assert metrics["clipfrac"].item() == pytest.approx(logged["train/clip_fraction"], rel=1e-6)
-    assert loss.item() == pytest.approx(logged["train/loss"], rel=1e-5)
 
 
 def test_ratio_is_one_in_the_first_minibatch(script, small_args, minibatches):
