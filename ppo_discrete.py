@@ -16,8 +16,8 @@
 
 Choices, where implementations of PPO differ (what each one gains: docs/notes/):
  1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
- 2. Observations are normalised when the policy acts. The update uses the same normalised ones, so the probability
-    ratio is 1 in the first minibatch. The statistics change between rollouts. The agent and its checkpoints have them.
+ 2. Observations are normalised once, when the policy acts, and stored. The update reads the stored ones, so the
+    probability ratio is 1 in the first minibatch. Their mean and variance change between rollouts only, and are saved.
  3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
  4. Values and advantages are computed after the rollout; with --recompute-advantages, again before every later epoch.
  5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
@@ -112,13 +112,13 @@ class Args:  # the comments are what --help prints
     recompute_advantages: bool = False  # compute values, advantages and returns again before every epoch but the first
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # value loss: the larger of the new value's error and that of the clipped new value
+    clip_vloss: bool = False  # value loss: the larger error of two, that of the new value and that of the clipped one
     vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
-    target_kl: float | None = None  # end an update at an approximate KL over 1.5 * target_kl (try 0.02); None: never
+    target_kl: float | None = None  # end the update once its KL exceeds 1.5 * target_kl (try 0.02); None: never
     desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
 
 
