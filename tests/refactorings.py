@@ -58,7 +58,10 @@ def main():
         for script in ("ppo_continuous", "ppo_discrete", "ppo_rnn"):
             path = Path(folder) / f"{script}.py"
             path.write_text(refactor(path.read_text()))
-        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # recipes are applied by git
+        # Git applies recipes, and results name the commit.
+        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+        author = ["-c", "user.name=copy", "-c", "user.email=copy"]
+        subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "copy"], cwd=folder, check=True)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *sys.argv[1:]]
         printed = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.M)
