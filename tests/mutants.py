@@ -1,6 +1,6 @@
 """Would a test notice? One-line mistakes in the five scripts, each held against the tests that concern it.
 
-    python tests/mutants.py                  # all of them, one on each core: about half an hour
+    python tests/mutants.py                  # all of them, one on each core: 10 to 20 minutes
     python tests/mutants.py entropy ppo_rnn  # those whose script, line or tests have one of these words
 
 mutants.txt has the mistakes: the script, the tests that are asked (files, and behind a colon words of their names, as

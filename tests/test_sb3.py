@@ -120,10 +120,9 @@ def test_whole_updates(script, small_args, minibatches, watch):
         assert ours["explained_variance"] == pytest.approx(theirs["explained_variance"], abs=1e-5)
         # SB3 logs the mean of the last epoch.
         assert np.mean(kls[own][MINIBATCHES:]) == pytest.approx(theirs["approx_kl"], rel=1e-3)
-    before = [ours.clone() for ours, _ in parameters_of_both(untrained, sb3.policy)]
-    for (ours, theirs), start in zip(parameters_of_both(agent, sb3.policy), before):
+    for (ours, theirs), (before, _) in zip(*(parameters_of_both(x, sb3.policy) for x in (agent, untrained))):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-        assert (ours - start).abs().max() > 1e-3
+        assert (ours - before).abs().max() > 1e-3
 
     rng, state, their_state = np.random.default_rng(0), None, None
     for _ in range(5):  # a memory goes on from the state that it returned
