@@ -3,6 +3,7 @@
     python benchmark/report.py runs/*                        # report/: any runs, scripts and settings side by side
     python benchmark/report.py runs/A* runs/B* --out DIR     # the same in DIR/
     python benchmark/report.py runs/* --publish mujoco       # into results/mujoco.csv and mujoco_curves.csv
+    python benchmark/report.py runs/*__tuned__* --publish mujoco-tuned      # runs of run.py --tuned
     python benchmark/report.py --publish random              # results/random.csv: random actions on all tasks of README
     python benchmark/report.py --publish readme              # README.md, docs/: tables beside published figures, curves
 
@@ -214,7 +215,8 @@ def curve(run_dir, global_step):
 def write_csv(name, run_dirs):
     """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed."""
     key = ("script", "env_id", "exp_name", "flags", "seed")
-    tasks, found = {(script, env_id) for script, env_id, _ in suites.SUITES.get(name, [])}, []
+    suite = suites.SUITES.get(name.removesuffix("-tuned"), [])
+    tasks, found = {(script, env_id) for script, env_id, _ in suite}, []
     for run_dir in run_dirs:
         if (run_dir / "args.json").is_file() and (script := script_of(run_dir)) in SCRIPTS:
             args = json.loads((run_dir / "args.json").read_text())

@@ -3,6 +3,7 @@
     python benchmark/run.py --suite classic                        # seeds 1 to 5 of each task, into runs/
     python benchmark/run.py --suite mujoco --seeds 3 --tasks Hopper-v4 Ant-v4
     python benchmark/run.py --suite mujoco --first-seed 6          # five more, 6 to 10
+    python benchmark/run.py --suite mujoco --tuned                 # with the settings of benchmark/tuned.yaml
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
     python benchmark/run.py --suite mujoco --ray auto              # on the Ray cluster that this machine belongs to
@@ -36,7 +37,7 @@ from typing import Literal
 import torch
 import tyro
 from report import ROOT, VERSIONS, WHERE_AND_HOW, is_finished, last_step, summarise
-from suites import SUITES
+from suites import SUITES, TUNED
 from tqdm import tqdm
 
 
@@ -46,8 +47,9 @@ class Args:  # the comments are what --help prints
     seeds: int = 5  # how many seeds of every task
     first_seed: int = 1  # the first of them
     tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
+    tuned: bool = False  # for tasks in benchmark/tuned.yaml, the flags given there in place of the suite's
     total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
-    exp_name: str | None = None  # name of these settings in run folders and tables; None: the script's
+    exp_name: str | None = None  # name of these settings in run folders and tables; None: tuned, or the script's
     runs_dir: str = "runs"  # where run folders are made and looked for
     jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
     eval_episodes: int = 10  # episodes that the trained agent plays after its run
@@ -97,7 +99,10 @@ def make_jobs(args, flags=()):
         raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}")
     if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
         raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
-    jobs, more = [], ["--exp-name", args.exp_name] if args.exp_name else []
+    if args.tuned:
+        tasks = [(script, env_id, TUNED.get(env_id, flags)) for script, env_id, flags in tasks]
+    exp_name = args.exp_name or ("tuned" if args.tuned else None)
+    jobs, more = [], ["--exp-name", exp_name] if exp_name else []
     more += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps is not None else []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, env_id, own_flags in tasks:

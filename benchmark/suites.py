@@ -1,5 +1,9 @@
 """The suites that run.py trains and report.py tells apart: script, task, flags of every run."""
 
+from pathlib import Path
+
+import yaml
+
 MUJOCO = "HalfCheetah Hopper Walker2d Ant Swimmer Humanoid Reacher InvertedPendulum InvertedDoublePendulum"
 ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling Boxing
     Breakout Centipede ChopperCommand CrazyClimber Defender DemonAttack DoubleDunk Enduro FishingDerby Freeway Frostbite
@@ -9,8 +13,6 @@ ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone 
 PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --num-envs 10 --num-steps 50 --num-minibatches 10"
 PENDULUM_NO_VEL = "--num-envs 16 --learning-rate 5e-4 --gamma 0.95 --num-minibatches 8 --update-epochs 10 --ent-coef 0"
 PENDULUM_NO_VEL += " --target-kl 0.02"
-# Settings for a task of its own, found by tune.py with tuned_search.yaml on seeds from 101 up.
-TUNED = {"Swimmer-v4": "--gamma 0.9999 --gae-lambda 0.98 --num-envs 10 --num-steps 200"}
 SUITES = {  # script, task, flags
     "classic": [
         ("ppo_discrete", "CartPole-v1", "--total-timesteps 200000"),
@@ -21,7 +23,6 @@ SUITES = {  # script, task, flags
         ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000 --log-std-init 1 --log-std-max 1"),
     ],
     "mujoco": [("ppo_continuous", f"{name}-v4", "") for name in MUJOCO.split()],
-    "mujoco-tuned": [("ppo_continuous", env_id, flags) for env_id, flags in TUNED.items()],
     "mujoco-envpool": [
         ("ppo_continuous", f"benchmark.envpool_envs:EnvPool/{name}-v4", '--env-kwargs={"num_threads":1}')
         for name in ("HalfCheetah", "Hopper", "Walker2d")
@@ -36,3 +37,4 @@ SUITES = {  # script, task, flags
         ("ppo_rnn", "popgym:popgym-RepeatPreviousEasy-v0", "--total-timesteps 1000000 --num-envs 16"),
     ],
 }
+TUNED = yaml.safe_load((Path(__file__).parent / "tuned.yaml").read_text())  # task -> flags

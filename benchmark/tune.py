@@ -7,14 +7,15 @@
 
 A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. Of
 several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
-published figure (1). A trial's score is the median over its seeds, and the mean over tasks. After each seed, a trial
-that is below the median of the trials before it ends there. Seeds begin at 101: results are reported on other ones.
-The first trial has the script's default settings. Where the file has `begin_with` for the task, the next ones change
-these settings.
+published figure (1). A trial's score is the median over its seeds, and the mean over tasks. A trial ends early when a
+signed-rank test of its seeds, two at least, speaks for the best trial so far. Seeds begin at 101: results
+are reported on other ones. The first trial has the script's default settings. Where the file has `begin_with` for the
+task, the next ones change these settings.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
-bad and failed trials too, is written to benchmark/results/tuning_STUDY.csv.
+bad and failed trials too, is written to benchmark/results/tuning_STUDY.csv. Where the study is new, as on another
+machine, it begins with the trials of that table.
 """
 
 import dataclasses
@@ -86,16 +87,49 @@ def write_table(study, path):
         row = {
             "trial": trial.number,
             "state": trial.state.name,
-            "score": "" if trial.value is None else f"{trial.value:.4g}",
+            "score": f"{trial.value:.4g}" if trial.state == TrialState.COMPLETE else "",
         }
         rows.append(row | {f"{name}": value for name, value in (trial.user_attrs | trial.params).items()})
     if rows:
         write_rows(path, list(dict.fromkeys(name for row in rows for name in row)), rows)
 
 
+def score_of(figures, seed, scale):
+    """Mean over tasks of a trial's figures of this seed, {"ENV_ID seed SEED": mean return}, each on its scale."""
+    return statistics.fmean(
+        (float(figures[f"{env_id} seed {seed}"]) - low) / (high - low) for env_id, (low, high) in scale.items()
+    )
+
+
+def read_table(study, path, space, defaults, seeds, scale):
+    """Give a new study the trials of its table that have ended."""
+    rows = [row for row in read_csv(path) if row["state"] in ("COMPLETE", "PRUNED")] if path.exists() else []
+    for row in rows:
+        figures = {name: value for name, value in row.items() if " seed " in name and value}
+        known = [seed for seed in seeds if all(f"{env_id} seed {seed}" in figures for env_id in scale)]
+        if len(figures) != len(known) * len(scale) or (row["state"] == "COMPLETE" and known != list(seeds)):
+            raise SystemExit(f"{path} is of other tasks or seeds: name a new --study")
+        params = {}
+        for name, spec in space.items():
+            if "values" in spec:  # an empty cell is None; a table from before there was this parameter has its default
+                values = {str(value).replace("None", ""): value for value in spec["values"]}
+                params[name] = values[row.get(name, str(defaults.get(name)))]
+            elif "value" not in spec:
+                params[name] = float(row[name])
+        study.enqueue_trial(params, user_attrs=figures)
+        trial = study.ask()
+        for name, spec in space.items():
+            suggest(trial, name, spec)
+        scores = [score_of(figures, seed, scale) for seed in known]
+        for seed, score in zip(known, scores):
+            trial.report(score, seed)
+        study.tell(trial, statistics.median(scores) if row["state"] == "COMPLETE" else None, TrialState[row["state"]])
+
+
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the heartbeat below
+    warnings.filterwarnings("ignore", message="Heartbeat of storage")  # read_table asks for trials, and trains none
     sweep = yaml.safe_load(args.sweep.read_text())
     script, space = Path(sweep["program"]).stem, dict(sweep["parameters"])
     env_ids = args.env_ids or (space["env_id"]["value"],)
@@ -110,7 +144,8 @@ def main():
     heartbeat = {"heartbeat_interval": 30, "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback()}
     engine = {"connect_args": {"timeout": 60}}  # seconds to wait for another worker that is writing
     sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True)
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
+    # Seeds are instances: a trial ends when a signed-rank test of two seeds or more speaks against it.
+    pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.3, n_startup_steps=2)
     names = {"study_name": args.study, "direction": "maximize", "load_if_exists": True, "pruner": pruner}
     with open(runs_dir / f"{args.study}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one worker makes the file and asks for the defaults
@@ -127,6 +162,8 @@ def main():
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
+            if not study.trials:
+                read_table(study, RESULTS / f"tuning_{args.study}.csv", space, defaults, seeds, scale)
             for changes in ({}, *sweep.get("begin_with", {}).get(env_ids[0], [])):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
 
@@ -149,18 +186,15 @@ def main():
         scores = []  # of each seed
         try:
             for seed in seeds:
-                of_tasks = []
                 for env_id in env_ids:
                     row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 1), None, args.jobs, children, stop)
                     if row is None:
                         raise RuntimeError(
                             f"{env_id}: no episode has ended in {space['total_timesteps']['value']} steps"
                         )
-                    low, high = scale[env_id]
-                    of_tasks.append((float(row["last_100_mean"]) - low) / (high - low))
                     trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
-                scores.append(statistics.fmean(of_tasks))
-                trial.report(statistics.median(scores), len(scores))
+                scores.append(score_of(trial.user_attrs, seed, scale))
+                trial.report(scores[-1], seed)
                 if len(scores) < len(seeds) and trial.should_prune():
                     raise optuna.TrialPruned
         except Stopped:

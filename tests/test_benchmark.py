@@ -358,6 +358,25 @@ def test_shards_are_the_whole(suite):
             suites.make_jobs(suites.Args(suite, shard=shard))
 
 
+def test_tuned_settings_are_those_of_the_file():
+    """Tasks of tuned.yaml have its flags, others those of the suite; flags after -- come last; the name says tuned."""
+    tuned = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True), ["--gamma=0.5"])
+    plain = {job.env_id: job for job in suites.make_jobs(suites.Args("mujoco", seeds=1), ["--gamma=0.5"])}
+    assert [job.env_id for job in tuned] == [*plain] and plain.keys() > set(suites.TUNED)
+    for job in tuned:
+        script = suites.load_script(job.script)
+        wanted = vars(script.parse_args([*suites.TUNED.get(job.env_id, "").split(), "--gamma=0.5"]))
+        other = report.WHERE_AND_HOW
+        assert {k: v for k, v in vars(job.parsed).items() if k not in other} == {
+            k: v for k, v in wanted.items() if k not in other
+        }
+        assert job.parsed.exp_name == "tuned" and plain[job.env_id].parsed.exp_name == "ppo_continuous"
+        if job.env_id in suites.TUNED:
+            assert job.words != plain[job.env_id].words
+    (named,) = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True, tasks=("Ant-v4",), exp_name="mine"))
+    assert named.parsed.exp_name == "mine"
+
+
 def test_more_seeds_go_on_where_the_first_ended():
     whole = suites.make_jobs(suites.Args("classic", seeds=5))
     parts = [suites.make_jobs(suites.Args("classic", seeds=n, first_seed=first)) for first, n in ((1, 2), (3, 3))]
@@ -444,6 +463,15 @@ def test_tune(tmp_path, results, main):
     for row in complete:
         assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 101"]), rel=1e-3)
     assert "began with other tasks, seeds, steps or parameters" in main(tune, *words, "--seeds=2").returncode
+    # On another machine there is the table, but no study: it has nothing left to do either.
+    words[2] = f"--runs-dir={tmp_path / 'elsewhere'}"
+    assert "the best is" in main(tune, *words).stdout
+    again, ended = report.read_csv(results / "tuning_s.csv"), ("COMPLETE", "PRUNED")
+    trials = [{name: row[name] for name in rows[0] if name != "trial"} for row in again if row["state"] in ended]
+    assert trials == [{name: row[name] for name in rows[0] if name != "trial"} for row in rows if row["state"] in ended]
+    assert not list((tmp_path / "elsewhere").glob("CartPole*"))
+    words[2] = f"--runs-dir={tmp_path / 'third'}"
+    assert "is of other tasks or seeds" in main(tune, *words, "--first-seed=7").returncode
 
 
 def test_speed_is_that_of_the_steps_in_between(monkeypatch):
