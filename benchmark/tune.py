@@ -9,8 +9,8 @@ A trial trains every task with every seed; a run's figure is the mean raw return
 several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
 published figure (1). A trial's score is the median over its seeds, and the mean over tasks. A trial ends early when a
 signed-rank test of its seeds, two at least, speaks for the best trial so far. Seeds begin at 101: results
-are reported on other ones. The first trial has the script's default settings. Where the file has `begin_with` for the
-task, the next ones change these settings.
+are reported on other ones. The first trial has the script's default settings, unless --no-defaults is given. Where the file
+has `begin_with` for the task, the next ones change these settings.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
@@ -50,6 +50,7 @@ class Args:  # the comments are what --help prints
     seeds: int = 1  # how many seeds of each task
     first_seed: int = 101  # the first of them
     trials: int = 20  # finished trials that the study shall have, those that ended early included
+    defaults: bool = True  # begin with the script's default settings
     jobs: int = 1  # trials at once in this process
     total_timesteps: int | None = None  # environment steps of a run; None: what the sweep says
     runs_dir: Path = Path("runs")  # where the study and the run folders are
@@ -164,7 +165,7 @@ def main():
                 defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
             if not study.trials:
                 read_table(study, RESULTS / f"tuning_{args.study}.csv", space, defaults, seeds, scale)
-            for changes in ({}, *sweep.get("begin_with", {}).get(env_ids[0], [])):
+            for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_ids[0], []):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
 
     stop, children = threading.Event(), set()
