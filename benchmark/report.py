@@ -539,7 +539,9 @@ def headline():
         cells = [env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     tuned = "With settings of its own"
-    for (env_id, *_), rows in read_suite("mujoco-tuned").items():
+    for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items():
+        if not settings:  # the table above has it
+            continue
         values = np.array([float(row["last_100_mean"]) for row in rows])
         tuned += f" {env_id} reaches {number(values.mean(), values.max())} ({len(values)} seeds),"
     others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
