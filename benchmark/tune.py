@@ -8,9 +8,9 @@
 A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. Of
 several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
 published figure (1). A trial's score is the median over its seeds, and the mean over tasks. A trial ends early when a
-signed-rank test of its seeds, two at least, speaks for the best trial so far. Seeds begin at 101: results
-are reported on other ones. The first trial has the script's default settings, unless --no-defaults is given. Where the file
-has `begin_with` for the task, the next ones change these settings.
+signed-rank test of its seeds, two at least, speaks for the best trial so far. Seeds begin at 101: results are reported
+on other ones. The first trial has the script's default settings, unless --no-defaults is given. Where the file has
+`begin_with` for the task, the next ones change these settings.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
