@@ -85,6 +85,8 @@ def make_scale(env_ids):
 def write_table(study, path):
     rows = []
     for trial in study.trials:
+        if trial.state == TrialState.WAITING:
+            continue
         row = {
             "trial": trial.number,
             "state": trial.state.name,
