@@ -519,7 +519,7 @@ def test_learns_the_target(script, small_args):
 
 LEARNED = {
     "ppo_continuous": ({"learning_rate": 1e-3, "total_timesteps": "6e4"}, 900),  # of 1,000; at random about 6
-    "ppo_discrete": ({"learning_rate": 1e-3, "total_timesteps": "6e4"}, 475),  # of 500; at random about 22
+    "ppo_discrete": ({"learning_rate": 1e-3, "total_timesteps": "1e5"}, 475),  # of 500; at random about 22
 }
 
 
@@ -528,8 +528,8 @@ def test_learns_to_balance_a_pole(script, tmp_path):
     """A real simulator, compiled, as a user starts it: almost to the time limit at the end. (test_rnn.py has what a
     memory must learn.)"""
     flags, enough = LEARNED[script.__name__]
-    # Seed 3: after so few steps some seeds of CartPole are at 200 to 400, in eager mode too.
-    flags |= {"env_id": REAL_ENV[script.__name__], "num_envs": 16, "num_minibatches": 8, "num_steps": 32, "seed": 3}
+    # After 6e4 steps of CartPole one seed of eight is still at 320. Which one depends on the processor.
+    flags |= {"env_id": REAL_ENV[script.__name__], "num_envs": 16, "num_minibatches": 8, "num_steps": 32}
     finished = run(script.__name__, f"--runs-dir={tmp_path}", *flags_of(**flags))
     assert finished.returncode == 0, finished.stderr
     (run_dir,) = tmp_path.iterdir()
