@@ -55,8 +55,9 @@ SUITES = {
     "`mujoco-rounding.csv` has three tasks again. `mujoco-49c198e.csv` has the script before its rebuild. "
     "The noise falls to 0 over a run (`--anneal-std`); CleanRL's does not. Published figures, except "
     "CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is sb3-contrib's, evaluated after training",
-    "mujoco-tuned": "**MuJoCo, with settings for a task of its own**. They were chosen on seeds 101 to 103 "
-    "(`python benchmark/tune.py`, `benchmark/results/tuning_*.csv`). Seeds 1 to 16 were run once, after the choice",
+    "mujoco-tuned": "**MuJoCo, with settings for a task of its own**. They were chosen on seeds from 101 up "
+    "(`python benchmark/tune.py`, `benchmark/results/tuning_*.csv`). Seeds 1 to 16 were run once, after the choice. "
+    "The command is `python benchmark/run.py --suite mujoco --tuned`. Tasks that are missing have no settings yet",
     "mujoco-avx2": "**MuJoCo on another processor**: the same command, defaults and seeds as above, with the script "
     "before it was rebuilt. This processor has no AVX-512 and rounds differently, so the same seed gives another "
     "run. No setting has been chosen on these runs",
@@ -519,15 +520,19 @@ def draw_curves(name):
 def headline():
     """Markdown: MuJoCo beside CleanRL and the highest PPO figure found, and speed beside others, for README."""
     published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
-    lines = [
-        "| task, 1M steps | ours, last 100 episodes | 95% interval | seeds | CleanRL | highest PPO found |",
-        "|---" * 6 + "|",
-    ]
+    tuned = {env_id: rows for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items() if settings}
+    columns = ["task, 1M steps", "ours, last 100 episodes", "95% interval", "seeds", "own settings", "CleanRL"]
+    columns += ["highest PPO found"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for (env_id, *_), rows in read_suite("mujoco").items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = bootstrap_interval([values], np.mean)
         unit = np.abs(values).max()
         cells, marks, means = [number(values.mean(), unit)], [""], [values.mean()]
+        own = [float(row["last_100_mean"]) for row in tuned.get(env_id, [])]
+        cells.append(number(np.mean(own), unit) if own else "")
+        marks.append(f" ({len(own)} seeds)" if own else "")
+        means.append(np.mean(own) if own else -np.inf)
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
             cells.append(number(row["mean_return"], unit) if row else "")
@@ -538,20 +543,13 @@ def headline():
         cells = [cell + mark for cell, mark in zip(cells, marks)]
         cells = [env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    tuned = "With settings of its own"
-    for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items():
-        if not settings:  # the table above has it
-            continue
-        values = np.array([float(row["last_100_mean"]) for row in rows])
-        tuned += f" {env_id} reaches {number(values.mean(), values.max())} ({len(values)} seeds),"
     others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
     rows = [row for row in read_csv(RESULTS / "speed.csv") if row["case"] not in ("continuous-8-ranks", "rnn")]
     ratios = [float(row["ratio"]) for row in rows if row["contestant"] in others]
     text = (
         f"Speed at equal settings, one CPU thread: {min(ratios):.1f} to {max(ratios):.1f} times the steps per second of"
     )
-    lines += ["", f"{tuned[:-1]}: see [results](docs/results.md)."]
-    return [*lines, f"{text} CleanRL, LeanRL, SB3 and sb3-contrib (`benchmark/results/speed.csv`)."]
+    return [*lines, "", f"{text} CleanRL, LeanRL, SB3 and sb3-contrib (`benchmark/results/speed.csv`)."]
 
 
 def results_page():
