@@ -444,7 +444,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py they hold features, not observations."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # The row after a truncated step is the first of another episode; V(s_{t+1}) is that of the final observation.
+    # After a truncated step, values[t + 1] belongs to the next episode. The final observation has the value of s_{t+1}.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -653,7 +653,8 @@ def train(args, stop_signals=()):
             step_starts[t + 1] = over
             for n in np.flatnonzero(over):
                 if not shortened[n]:
-                    numbers = infos["final_info"]["numbers"][n][0] if "numbers" in infos.get("final_info", ()) else {}
+                    final_info = infos.get("final_info", {})
+                    numbers = final_info["numbers"][n][0] if "numbers" in final_info else {}
                     episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 

@@ -5,12 +5,12 @@
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --trials 0     # what has been found
     python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-ids Swimmer-v4 --seeds 3 --trials 11
 
-A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. Of
-several tasks each is first put on the scale of README's interquartile mean, from random actions (0) to the highest
-published figure (1). A trial's score is the median over its seeds, and the mean over tasks. A trial ends early when a
-signed-rank test of its seeds, two at least, speaks for the best trial so far. Seeds begin at 101: results are reported
-on other ones. The first trial has the script's default settings, unless --no-defaults is given. Where the file has
-`begin_with` for the task, the next ones change these settings.
+A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. With
+several tasks, figures are scaled first: random actions are 0, the highest published PPO figure is 1. A trial's score is
+the median over its seeds, and the mean over tasks. After two or more seeds, a signed-rank test compares a trial with
+the best one. If the best one is ahead, the trial ends. Seeds begin at 101: results are reported on other ones. The
+first trial has the script's default settings, unless --no-defaults is given. Where the file has `begin_with` for the
+task, the next trials change these settings.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
