@@ -508,8 +508,7 @@ def train(args, stop_signals=()):
                 over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
             for n in np.flatnonzero(over):
                 if not shortened[n]:
-                    final_info = infos.get("final_info", {})
-                    numbers = final_info["numbers"][n][0] if "numbers" in final_info else {}
+                    numbers = infos["final_info"]["numbers"][n][0] if "numbers" in infos.get("final_info", ()) else {}
                     episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
