@@ -284,7 +284,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py they hold features, not observations."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # After a truncated step, values[t + 1] belongs to the next episode. The final observation has the value of s_{t+1}.
+    # After a truncated step, values[t + 1] belongs to the next episode. s_{t+1} is the final observation.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
