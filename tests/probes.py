@@ -74,7 +74,7 @@ class Target(gym.Env):
 
 class Broken(Target):
     """At its 300th step it returns NaN, in the observation or in the reward, infinity, or an observation of another
-    shape; or it raises, or never returns. "some" raise: those with an odd seed."""
+    shape; or it raises, or never returns. "some" raise: those with an odd seed. "slow" only has a slow first step."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
@@ -95,6 +95,8 @@ class Broken(Target):
             raise RuntimeError("the simulator is lost")
         while self.steps == 300 and self.where == "hang":
             time.sleep(0.1)
+        if self.steps == 1 and self.where == "slow":
+            time.sleep(0.5)
         return obs, reward, terminated, truncated, infos
 
 
@@ -186,7 +188,7 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Target-v0", Target, kwargs={"discrete": discrete})
     gym.register(f"{name}/NanReward-v0", Broken, kwargs={"discrete": discrete})
     gym.register(f"{name}/NanObs-v0", Broken, kwargs={"discrete": discrete, "where": "obs"})
-    for where in ("infinity", "shape", "raise", "some", "hang"):
+    for where in ("infinity", "shape", "raise", "some", "hang", "slow"):
         gym.register(f"{name}/{where.title()}-v0", Broken, kwargs={"discrete": discrete, "where": where})
     gym.register(f"{name}/Shaped-v0", Shaped, kwargs={"discrete": discrete})
     gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
