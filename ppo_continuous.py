@@ -20,11 +20,11 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
  3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
  4. Values and advantages are computed after the rollout; with --recompute-advantages, again before every later epoch.
  5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
- 6. --target-kl ends an update when the approximate KL of a minibatch, before its step, exceeds 1.5 times the target
+ 6. --target-kl ends an update before the step of a minibatch whose approximate KL exceeds 1.5 times the target
     (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
  7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
  8. The environment gets the action clipped to its bounds. The policy learns from the unclipped action.
- 9. Many environments and short rollouts (100 x 20). --stagger-envs shortens each first episode by its own amount.
+ 9. Many environments and short rollouts (100 x 20). --stagger-envs shortens first episodes, each to another length.
 10. --log-std-min and --log-std-max bound the learned log_std. --anneal-std then scales the standard deviation to 0.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
@@ -88,7 +88,7 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
-    stagger_envs: bool = True  # shorten each first episode by its own amount, and do not log it
+    stagger_envs: bool = True  # shorten first episodes, each to another length, and do not log these
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
@@ -116,7 +116,7 @@ class Args:  # the comments are what --help prints
     log_std_init: float = -0.5  # initial log of the policy's standard deviation, moved inside the bounds below
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * share of the run that is left)
     log_std_min: float | None = -1.5  # lower bound on the learned log_std, before --anneal-std; None: no bound
-    log_std_max: float | None = -0.5  # upper bound; actions that reach +-k, k > 1, add log(k); None: no bound
+    log_std_max: float | None = -0.5  # upper bound, raised by log(k) if actions reach +-k, k > 1; None: no bound
 
 
 # =============================================================================================================== agent
@@ -127,7 +127,7 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        # float64: in float32, a sum over millions of rows would swallow the digits of the next one.
+        # float64: in float32, after millions of rows, the next ones would be rounded away.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         # A tiny prior count: the first batch replaces the initial mean and variance.
@@ -264,7 +264,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
     terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
     observation of the episode. After a termination next_values[t] is not used."""
-    # Filled, not multiplied by 0: NaN * 0 is NaN.
+    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -297,8 +297,8 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef, per sample the larger of the squared error and that of the
-    new value clipped to within clip_coef of the old one (baselines)."""
+    """0.5 * mean squared error over (M,). With clip_coef (baselines), the new value is also clipped
+    to within clip_coef of the old one. Of the two squared errors the larger counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -372,7 +372,7 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
+    average_over_ranks(flat_parameters)  # equal on all ranks: other processors round the weights in other ways
     # Tensors, to be changed in place (fill_, copy_): the compiled functions below see no other change.
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
@@ -537,7 +537,7 @@ def fail(message):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
-    # One word a line, so that ^ and $ are its ends: --x=True becomes --x, --x=False --no-x, 1e6 and 1M 1000000.
+    # One word a line, so that ^ and $ are its ends: --x=True -> --x, --x=False -> --no-x, 1e6 and 1M -> 1000000.
     text = "\n".join(sys.argv[1:] if argv is None else argv)
     text = re.sub(r"(?m)^--env(?=[=\n])", "--env-id", re.sub(r"(?m)^--lr(?=[=\n])", "--learning-rate", text))
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
@@ -591,7 +591,7 @@ class VectorMember(gym.Wrapper):
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, {}
         numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
-        # A copy: the environment may reuse its array. A list: gymnasium does not merge lists.
+        # A copy, because the environment may reuse its array. In a list, because gymnasium would merge a dict.
         return copy.deepcopy(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 
@@ -688,12 +688,12 @@ def compiled(function, args, device, check=False):
 
 
 def record(function, args, device):
-    """On CUDA: the function as a CUDA graph, which one launch starts. Elsewhere: the function itself.
+    """On CUDA with --compile: the function as a CUDA graph, which one launch starts. Otherwise: the function.
 
     The first call runs the function, and then records its kernels without running them. Every later call copies its
     arguments, tensors of the same shapes, to where the kernels read them. It replays the kernels, with new random
-    numbers, and returns copies of the results. The function's Python code does not run then. Whatever else the function
-    reads or changes must be a tensor that changes in place."""
+    numbers, and returns copies of the results. The function's Python code does not run then. All that it reads and
+    changes must be tensors, which change in place."""
     if device.type != "cuda":
         return function
     inputs, results, graph = [], [], torch.cuda.CUDAGraph()
@@ -828,7 +828,7 @@ def restore(run_dir, agent, optimizer):
     """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
     checkpoint = load_checkpoint(run_dir)
     agent.load_state_dict(checkpoint["agent"].state_dict())
-    # Only Adam's moments come from the checkpoint: its options depend on the device.
+    # Load Adam's moments. Keep its options, which depend on this device.
     group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
     optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.param_groups[0]["lr"] = group["lr"]  # the tensor that apply_gradient changes, not a copy

@@ -147,7 +147,7 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        # float64: in float32, a sum over millions of rows would swallow the digits of the next one.
+        # float64: in float32, after millions of rows, the next ones would be rounded away.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         # A tiny prior count: the first batch replaces the initial mean and variance.
@@ -260,7 +260,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
     terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
     observation of the episode. After a termination next_values[t] is not used."""
-    # Filled, not multiplied by 0: NaN * 0 is NaN.
+    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -304,8 +304,8 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef, per sample the larger of the squared error and that of the
-    new value clipped to within clip_coef of the old one (baselines)."""
+    """0.5 * mean squared error over (M,). With clip_coef (baselines), the new value is also clipped
+    to within clip_coef of the old one. Of the two squared errors the larger counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -402,7 +402,7 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    average_over_ranks(flat_parameters)  # the same weights on all ranks, whatever their processors
+    average_over_ranks(flat_parameters)  # equal on all ranks: other processors round the weights in other ways
     critic_size = sum(parameter.numel() for parameter in agent.critic.parameters())
     # A tensor: torch.compile freezes Python numbers, and the functions below are compiled (see `compiled`).
     lr = torch.tensor(args.learning_rate, device=device)
@@ -581,7 +581,7 @@ def fail(message):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
-    # One word a line, so that ^ and $ are its ends: --x=True becomes --x, --x=False --no-x, 1e6 and 1M 1000000.
+    # One word a line, so that ^ and $ are its ends: --x=True -> --x, --x=False -> --no-x, 1e6 and 1M -> 1000000.
     text = "\n".join(sys.argv[1:] if argv is None else argv)
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
@@ -934,7 +934,7 @@ def restore(run_dir, agent, optimizer):
     """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
     checkpoint = load_checkpoint(run_dir)
     agent.load_state_dict(checkpoint["agent"].state_dict())
-    # Only Adam's moments come from the checkpoint: its options depend on the device.
+    # Load Adam's moments. Keep its options, which depend on this device.
     group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
     optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.param_groups[0]["lr"] = group["lr"]  # the tensor that apply_gradient changes, not a copy

@@ -198,7 +198,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
     terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
     observation of the episode. After a termination next_values[t] is not used."""
-    # Filled, not multiplied by 0: NaN * 0 is NaN.
+    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -229,8 +229,8 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef, per sample the larger of the squared error and that of the
-    new value clipped to within clip_coef of the old one (baselines)."""
+    """0.5 * mean squared error over (M,). With clip_coef (baselines), the new value is also clipped
+    to within clip_coef of the old one. Of the two squared errors the larger counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -285,7 +285,7 @@ def train(args, stop_signals=()):
     tokenizer, reference, reward_model = make_models(args, device)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
     for parameter in [*reference.parameters(), *reward_model.parameters()]:
-        average_over_ranks(parameter)  # the same weights on all ranks, whatever their processors
+        average_over_ranks(parameter)  # equal on all ranks: other processors round the weights in other ways
     actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
     checkpointing = on_cuda and args.gradient_checkpointing
     if checkpointing:
@@ -435,7 +435,7 @@ def fail(message):
 
 def parse_args(argv=None, default=None):
     """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
-    # One word a line, so that ^ and $ are its ends: --x=True becomes --x, --x=False --no-x, 1e6 and 1M 1000000.
+    # One word a line, so that ^ and $ are its ends: --x=True -> --x, --x=False -> --no-x, 1e6 and 1M -> 1000000.
     text = "\n".join(sys.argv[1:] if argv is None else argv)
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
     text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
