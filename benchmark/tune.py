@@ -6,11 +6,11 @@
     python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-ids Swimmer-v4 --seeds 3 --trials 11
 
 A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. With
-several tasks, figures are scaled first: random actions are 0, the highest published PPO figure is 1. A trial's score is
-the median over its seeds, and the mean over tasks. After two or more seeds, a signed-rank test compares a trial with
-the best one. If the best one is ahead, the trial ends. Seeds begin at 101: results are reported on other ones. The
-first trial has the script's default settings, unless --no-defaults is given. Where the file has `begin_with` for the
-task, the next trials change these settings.
+several tasks, figures are scaled first: random actions are 0, the highest published PPO figure is 1. A seed's score is
+the mean over tasks, a trial's score the median over seeds. After two seeds or more, a trial ends if it is behind the
+best one by a signed-rank test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has
+the script's default settings, unless --no-defaults is given. Then come the trials that the file lists for the task
+under `begin_with`. Each one changes the settings that it names.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
