@@ -377,6 +377,18 @@ def test_tuned_settings_are_those_of_the_file():
     assert named.parsed.exp_name == "mine"
 
 
+def test_search_lists_what_it_begins_with():
+    """A value that is missing in the list of its parameter ends the search when its trial begins."""
+    search = yaml.safe_load((ROOT / "benchmark" / "tuned_search.yaml").read_text())
+    settings = [setting for trials in search["begin_with"].values() for setting in trials]
+    assert settings and not [
+        (name, value)
+        for setting in settings
+        for name, value in setting.items()
+        if value not in search["parameters"][name]["values"]
+    ]
+
+
 def test_more_seeds_go_on_where_the_first_ended():
     whole = suites.make_jobs(suites.Args("classic", seeds=5))
     parts = [suites.make_jobs(suites.Args("classic", seeds=n, first_seed=first)) for first, n in ((1, 2), (3, 3))]
