@@ -57,8 +57,9 @@ SUITES = {
     "CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is sb3-contrib's, evaluated after training",
     "mujoco-tuned": "**MuJoCo, with settings for a task of its own**. They were chosen on seeds from 101 up "
     "(`python benchmark/tune.py`, `benchmark/results/tuning_*.csv`). Seeds 1 to 16 were run once, after the choice, "
-    "but for HalfCheetah: two other choices ran on its seeds before (`mujoco-halfcheetah.csv`). The command is "
-    "`python benchmark/run.py --suite mujoco --tuned`. Tasks without flags have the defaults",
+    "but for HalfCheetah and Walker2d: other choices ran on their seeds before (`mujoco-halfcheetah.csv`, "
+    "`mujoco-dropped.csv`). The command is `python benchmark/run.py --suite mujoco --tuned`. Tasks without flags have "
+    "the defaults",
     "mujoco-avx2": "**MuJoCo on another processor**: the same command, defaults and seeds as above, with the script "
     "before it was rebuilt. This processor has no AVX-512 and rounds differently, so the same seed gives another "
     "run. No setting has been chosen on these runs",
