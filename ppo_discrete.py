@@ -81,7 +81,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; the first and the last are always saved
     resume: str | None = None  # run folder to continue, or latest; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
+    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, without learning
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
@@ -112,7 +112,7 @@ class Args:  # the comments are what --help prints
     recompute_advantages: bool = False  # compute values, advantages and returns again before every epoch but the first
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # value loss: the larger error of two, that of the new value and that of the clipped one
+    clip_vloss: bool = False  # value loss: of the errors of the new value and of the clipped one, the larger counts
     vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
@@ -199,7 +199,7 @@ class NatureCNN(nn.Module):
 
     def forward(self, images):
         x = images.movedim(-1, -3) if self.channels_last else images
-        # In memory, all channels of a pixel side by side: on a CPU convolutions take a third less time for it.
+        # Stores all channels of a pixel side by side: on a CPU convolutions take a third less time then.
         x = x.reshape(-1, *x.shape[-3:]).contiguous(memory_format=torch.channels_last)
         return self.layers(x / 255.0).reshape(*images.shape[:-3], 512)
 
@@ -539,7 +539,7 @@ def train(args, stop_signals=()):
             b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                 gradient, metrics = compute_gradient(*minibatch)
-                if not all_metrics:  # the first minibatch has KL 0: rounding must not reach --desired-kl
+                if not all_metrics:  # the first KL is 0: --desired-kl must not act on its rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together
@@ -788,7 +788,7 @@ def compiled(function, args, device, check=False):
 
 
 def record(function, args, device):
-    """On CUDA with --compile: the function as a CUDA graph, which one launch starts. Otherwise: the function.
+    """On CUDA with --compile: the function as a CUDA graph, which one launch starts. On a CPU: the function.
 
     The first call runs the function, and then records its kernels without running them. Every later call copies its
     arguments, tensors of the same shapes, to where the kernels read them. It replays the kernels, with new random

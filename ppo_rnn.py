@@ -31,14 +31,14 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
 10. ALE games follow the published PPO tables, as in ppo_discrete.py. The memory outlasts a lost life, as the game does.
 11. The environment gets a Box action clipped to its bounds. The policy learns from the unclipped action.
 12. Actor and critic share the memory, unless --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
-13. The state goes on from one rollout to the next. It is zero at the start of an episode: episode_starts[t] belongs to
-    observation t. A final observation is seen with the memory of its own episode.
+13. The state goes on from one rollout to the next. It is set to zero before obs[t] where episode_starts[t] is set. A
+    final observation is seen with the memory of its own episode.
 14. A minibatch is made of whole environments (columns of the rollout). One call of PyTorch's LSTM or GRU kernel replays
     it (Memory.unroll). The gradient goes back to the start of the episode, at most to that of the rollout.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
-I = inputs of the memory, H = hidden_size, S = numbers in the state, F = features that actor and critic read.
+I = inputs of the memory, H = hidden_size, S = size of the state, F = features of actor and critic, H from each memory.
 Discrete actions: K = dimensions of an action, A = sum of their sizes. Box actions: A = action size.
 Step t: the agent sees obs[t] and takes actions[t]. It gets rewards[t], terminations[t], truncations[t].
 Siblings: ppo_continuous.py (Box actions), ppo_discrete.py (Discrete actions, images, Atari), ppo_rnn.py (memory).
@@ -87,7 +87,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
     checkpoint_interval: int = 10  # iterations between checkpoints; the first and the last are always saved
     resume: str | None = None  # run folder to continue, or latest; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, unchanged
+    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, without learning
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
@@ -123,7 +123,7 @@ class Args:  # the comments are what --help prints
     recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # value loss: the larger error of two, that of the new value and that of the clipped one
+    clip_vloss: bool = False  # value loss: of the errors of the new value and of the clipped one, the larger counts
     vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
@@ -203,7 +203,7 @@ class NatureCNN(nn.Module):
 
     def forward(self, images):
         x = images.movedim(-1, -3) if self.channels_last else images
-        # In memory, all channels of a pixel side by side: on a CPU convolutions take a third less time for it.
+        # Stores all channels of a pixel side by side: on a CPU convolutions take a third less time then.
         x = x.reshape(-1, *x.shape[-3:]).contiguous(memory_format=torch.channels_last)
         return self.layers(x / 255.0).reshape(*images.shape[:-3], 512)
 
@@ -229,10 +229,10 @@ class Memory(nn.Module):
         """T steps of n environments: inputs (T, n, I), episode_starts (T, n) bool, state (n, S) before the first step
         -> outputs (T, n, H), those of `step` with the state set to zero wherever an episode starts.
 
-        One call of the kernel behind nn.LSTM or nn.GRU. A reset row before every start sets the state to zero. An extra
-        input is 1 in reset rows only. Its weight -1e9 shuts the gates: sigmoid(-1e9) is exactly 0, so neither values
-        nor gradients pass. With starts at t = 0 and 2 the kernel sees reset,
-        x[0], x[1], reset, x[2], ...; columns with fewer starts are padded with reset rows that nothing reads."""
+        One call of the kernel behind nn.LSTM or nn.GRU. A reset row before every start sets the state to zero. With
+        starts at t = 0 and 2 the kernel sees reset, x[0], x[1], reset, x[2], ... Columns with fewer starts are padded
+        with reset rows that nothing reads. An extra input is 1 in reset rows, otherwise 0. Its weights shut the gates:
+        they are -1e9, and sigmoid(-1e9) is exactly 0. Neither values nor gradients pass."""
         T, n = episode_starts.shape
         steps = torch.arange(T, device=inputs.device).unsqueeze(1)
         rows = steps + episode_starts.cumsum(0)  # (T, n): t + starts so far
@@ -246,7 +246,7 @@ class Memory(nn.Module):
         if self.is_lstm:  # state = forget * state + input * candidate; output * tanh(state)
             kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
             hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]  # as cuDNN wants them
-        else:  # state = update * state + (1 - update) * candidate; reset shuts the state out of the candidate
+        else:  # state = update * state + (1 - update) * candidate; a reset gate of 0 hides the state from the candidate
             # Order: reset, update, candidate. The third entry cancels the candidate's bias: tanh(0) is 0.
             kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]
             hx = state.unsqueeze(0).contiguous()
@@ -264,7 +264,7 @@ class Agent(nn.Module):
     features (..., F), from which actor and critic read; `predict` takes observations as they come."""
 
     def __init__(self, obs_shape, action, args):
-        """action: what `describe_actions` returns"""
+        """action: arrays by name, from `describe_actions`; they become buffers: action_sizes, action_low, ..."""
         super().__init__()
         self.args = args
         for name, array in action.items():
@@ -306,8 +306,9 @@ class Agent(nn.Module):
     def remember(self, obs, state):
         """One time step: obs (N, *D), state (N, S) -> features (N, F), next state (N, S)"""
         inputs = self.encoder(obs)
-        steps = [m.step(inputs, s) for m, s in zip(self.memories, state.chunk(len(self.memories), -1))]
-        return tuple(torch.cat(parts, -1) for parts in zip(*steps))
+        states = state.chunk(len(self.memories), -1)
+        outputs, states = zip(*(m.step(inputs, s) for m, s in zip(self.memories, states)))
+        return torch.cat(outputs, -1), torch.cat(states, -1)
 
     def replay(self, obs, episode_starts, state):
         """T time steps: obs (T, n, *D), episode_starts (T, n), state before the first (n, S) -> features (T, n, F)"""
@@ -560,7 +561,7 @@ def train(args, stop_signals=()):
         return obs, action, log_prob, agent.to_env_action(action), state
 
     memory_parameters = [*agent.encoder.parameters(), *agent.memories.parameters()]
-    head_parameters = [p for p in agent.parameters() if p not in set(memory_parameters)]  # sets go by identity
+    head_parameters = [p for p in agent.parameters() if p not in set(memory_parameters)]  # compared by identity
 
     @partial(compiled, args=args, device=device, check=True)
     def compute_head_gradients(features, *minibatch):
@@ -571,8 +572,7 @@ def train(args, stop_signals=()):
     def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
         """tensors (T, n, ...), state (n, S) before them -> the gradient of ppo_loss as one vector, metrics
 
-        The replay is not compiled: its length, T + the most starts in a column, differs between minibatches. One
-        compiled call gives the losses and their gradients. Two calls, with autograd between, take twice as long."""
+        The replay's length, T + the most starts in a column, differs between minibatches: it is not compiled."""
         features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
         rows = features.detach().requires_grad_(), *(x.flatten(0, 1) for x in minibatch)
         (feature_gradient, *head_gradients), metrics = compute_head_gradients(*rows)
@@ -658,7 +658,7 @@ def train(args, stop_signals=()):
                 episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
 
         # ------------------------------------------------------------------------------------------------- advantages
-        steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)  # (T, N, ...)
+        steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)  # (T or T + 1, N, ...)
         steps = (torch.from_numpy(x).to(device) for x in steps)
         rewards, terminations, truncations, action_masks, episode_starts = steps
         if args.norm_reward:
@@ -669,8 +669,8 @@ def train(args, stop_signals=()):
         raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)
         final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
         rollout = (obs, last_obs, final_obs, episode_starts, truncations, first_state)
-        outcome = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
-        values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)  # (T, N)
+        gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
+        values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *gae_args)  # (T, N)
         # Before the update: the critic has not learned from these returns yet.
         scalars = {"losses/explained_variance": explained_variance(values, returns)}
         if args.norm_obs and not agent.sees_images:  # for the next rollout: this one is normalised already
@@ -680,12 +680,12 @@ def train(args, stop_signals=()):
         all_metrics, stop_update = [], False
         for epoch in range(args.update_epochs):
             if epoch > 0 and args.recompute_advantages:  # --clip-vloss then clips around the new values
-                values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *outcome)
+                values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *gae_args)
             # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
             tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
             for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
                 gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # the first minibatch has KL 0: rounding must not reach --desired-kl
+                if not all_metrics:  # the first KL is 0: --desired-kl must not act on its rounding error
                     metrics["approx_kl"].zero_()
                 average_over_ranks(gradient)
                 average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together
@@ -937,7 +937,7 @@ def compiled(function, args, device, check=False):
 
 
 def record(function, args, device):
-    """On CUDA with --compile: the function as a CUDA graph, which one launch starts. Otherwise: the function.
+    """On CUDA with --compile: the function as a CUDA graph, which one launch starts. On a CPU: the function.
 
     The first call runs the function, and then records its kernels without running them. Every later call copies its
     arguments, tensors of the same shapes, to where the kernels read them. It replays the kernels, with new random

@@ -77,7 +77,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile, which needs a C++ compiler: half a minute at the start, then faster
     checkpoint_interval: int = 10  # iterations between checkpoints; the last iteration is always saved
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, unchanged
+    evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, without learning
     export: str | None = None  # run folder whose actor is written to its actor.pt2: raw observation in, action out
     eval_episodes: int = 128  # episodes of an evaluation, the first of as many environments; each must come to an end
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
