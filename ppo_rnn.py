@@ -23,7 +23,7 @@ Choices, where implementations of PPO differ (what each one gains: docs/notes/):
  5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
  6. --target-kl ends an update before the step of a minibatch whose approximate KL exceeds 1.5 times the target
     (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
- 7. As in baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
+ 7. As in OpenAI's baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
  8. Every dimension of an action has a softmax of its own. Log-probabilities and entropies are sums over dimensions.
     An action that infos["action_mask"] forbids has probability 0, in the update too.
  9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
@@ -458,7 +458,7 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef (baselines), the new value is also clipped
+    """0.5 * mean squared error over (M,). With clip_coef (OpenAI's baselines), the new value is also clipped
     to within clip_coef of the old one. Of the two squared errors the larger counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
@@ -537,7 +537,7 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    average_over_ranks(flat_parameters)  # equal on all ranks: other processors round the weights in other ways
+    average_over_ranks(flat_parameters)  # equal on all ranks: processors may round the first weights differently
     # Tensors, to be changed in place (fill_, copy_): the compiled functions below see no other change.
     lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
     optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")

@@ -562,7 +562,7 @@ def results_page():
         "- *95% interval* is a bootstrap interval over seeds. With few seeds it is too narrow: with three, it goes from"
     ]
     blocks[-1] += " the lowest run to the highest."
-    blocks += ["- *Evaluated* is the mean of ten episodes of the trained agent without exploration."]
+    blocks += ["- *Evaluated* is the mean of ten episodes of the trained agent, in Atari with sampled actions."]
     blocks += [
         "- Sources and protocols of published figures are in `benchmark/published.csv`. Figures that could only be"
     ]

@@ -96,7 +96,8 @@ def make_jobs(args, flags=()):
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
-        raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}")
+        known = ", ".join(env_id for _, env_id, _ in SUITES[args.suite])
+        raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}. It has {known}")
     if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
         raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
     if args.tuned:

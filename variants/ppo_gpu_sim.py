@@ -12,9 +12,9 @@
     python variants/ppo_gpu_sim.py --env-id my_robot:make_envs           # any simulator of tensors, see VectorEnvs
     python variants/ppo_gpu_sim.py --resume runs/NAME                    # go on; also --evaluate runs/NAME
     python variants/ppo_gpu_sim.py --export runs/NAME                    # write the trained actor alone, actor.pt2
-    torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, which share the environments
+    torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, half of the environments each
 
-Choices, where rsl_rl, Google (the PyTorch notebook of Brax), NVIDIA and this file differ. Each difference is a flag.
+Choices, where rsl_rl, Google (the PyTorch notebook of Brax), NVIDIA and this file differ. Most are flags.
  1. A time-out is bootstrapped from the observation that it ended in (--timeouts exact). rsl_rl takes the value before
     the step (current-value). Brax learns nothing from such a step (masked).
  2. Advantages are GAE's: A_t = delta_t + gamma lambda A_{t+1}. Google's are delta_t + gamma A_{t+1}, where A_{t+1} is
@@ -32,8 +32,9 @@ Choices, where rsl_rl, Google (the PyTorch notebook of Brax), NVIDIA and this fi
 10. The critic may see more than the actor: observations {"policy": ..., "critic": ...}, as Isaac Lab gives them.
 
 In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
-Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = columns of the batch (N * T / L
-unrolls or N * T steps), M = columns of a minibatch, D = observation of the actor, P = of the critic, A = action.
+Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = N * T / L unrolls, the columns of
+a batch (without --unroll-length N * T steps in one row), M = columns of a minibatch, D = observation of the actor,
+P = of the critic, A = action.
 Sibling: ../ppo_continuous.py. Functions that both have are the same text.
 """
 
@@ -79,7 +80,7 @@ class Args:  # the comments are what --help prints
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
     evaluate: str | None = None  # run folder whose agent plays --eval-episodes episodes, without learning
     export: str | None = None  # run folder whose actor is written to its actor.pt2: raw observation in, action out
-    eval_episodes: int = 128  # episodes of an evaluation, the first of as many environments; each must come to an end
+    eval_episodes: int = 128  # environments of an evaluation; each plays one episode, which must come to an end
     eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
     num_evaluations: int = 0  # evaluations spread over the run, and one before it, to evaluations.csv; 0: none
     track: bool = False  # log to Weights & Biases too
@@ -104,7 +105,7 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps, or the unrolls, of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["exact", "current-value", "masked"] = "exact"  # in their order: V(final obs), V(obs before), no V
+    timeouts: Literal["exact", "current-value", "masked"] = "exact"  # next value: V(final obs), V(obs before it), none
     advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
@@ -112,7 +113,7 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = True  # value loss: the larger of the new value's error and that of the clipped new value
     vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 is rsl_rl's 1, which has no 0.5
+    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 here is 1 in rsl_rl, without 0.5
     max_grad_norm: float = 1.0  # upper bound on the norms of the actor's and the critic's gradient; 0: none
     target_kl: float | None = None  # end an update at a KL over 1.5 * target_kl; None: never
     desired_kl: float | None = 0.01  # adapt the learning rate to aim at this KL; None: off
@@ -123,20 +124,15 @@ class Args:  # the comments are what --help prints
     activation: Literal["elu", "silu", "tanh"] = "elu"  # between the layers
 
 
-# The defaults of --update, side by side. RSL_RL repeats those of Args. rsl_rl itself has --timeouts current-value.
-RSL_RL = {"num_envs": 4096, "num_steps": 24, "unroll_length": None, "num_minibatches": 4, "update_epochs": 5}
+# Args has the settings of rsl_rl, which itself has --timeouts current-value. Those of Brax's notebook:
 GOOGLE = {"num_envs": 2048, "num_steps": 80, "unroll_length": 5, "num_minibatches": 32, "update_epochs": 4}
-RSL_RL |= {"learning_rate": 1e-3, "desired_kl": 0.01, "gamma": 0.99, "reward_scale": 1.0, "timeouts": "exact"}
 GOOGLE |= {"learning_rate": 3e-4, "desired_kl": None, "gamma": 0.97, "reward_scale": 0.1, "timeouts": "masked"}
-RSL_RL |= {"advantages": "gae", "recompute_targets": False, "norm_adv": "rollout", "clip_coef": 0.2, "clip_vloss": True}
 GOOGLE |= {"advantages": "brax", "recompute_targets": True, "norm_adv": "none", "clip_coef": 0.3, "clip_vloss": False}
-RSL_RL |= {"vf_coef": 2.0, "max_grad_norm": 1.0, "stagger_envs": True}
 GOOGLE |= {"vf_coef": 0.5, "max_grad_norm": 0.0, "stagger_envs": False}
-RSL_RL |= {"policy": "normal", "hidden_size": 256, "hidden_layers": 3, "activation": "elu"}
 GOOGLE |= {"policy": "tanh", "hidden_size": 64, "hidden_layers": 2, "activation": "silu"}
-# NVIDIA's text describes this update. The formula in the same text differs: --update google --no-recompute-targets.
+# NVIDIA's text describes this update. A formula in that text differs: --update google --no-recompute-targets.
 NVIDIA = GOOGLE | {"advantages": "gae", "recompute_targets": False, "norm_adv": "minibatch"}
-UPDATES = {"rsl_rl": RSL_RL, "google": GOOGLE, "nvidia": NVIDIA}
+UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
 
 # =============================================================================================================== agent
@@ -277,7 +273,7 @@ def estimate_targets(args, rewards, values, last_values, timeout_values, termina
     timeout_values: V of the final observation of a truncated step; only --timeouts exact reads them."""
     if args.timeouts == "current-value":  # rsl_rl: V(s_t) for V(s_{t+1})
         timeout_values = values
-    elif args.timeouts == "masked":  # Brax: as if the critic were right: error and advantage are 0, before --norm-adv
+    elif args.timeouts == "masked":  # Brax: reward V(s_t), next value 0: no error, no advantage (before --norm-adv)
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
     next_values = torch.where(truncations, timeout_values, torch.cat([values[1:], last_values.unsqueeze(0)]))
@@ -304,7 +300,7 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef (baselines), the new value is also clipped
+    """0.5 * mean squared error over (M,). With clip_coef (OpenAI's baselines), the new value is also clipped
     to within clip_coef of the old one. Of the two squared errors the larger counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
@@ -347,7 +343,7 @@ def ppo_loss(agent, args, minibatch):
         "value_loss": value_loss,
         "entropy": entropy.mean(),
         "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
-        # That of tanh's actions is the same: squashing changes no KL.
+        # Exact, of the normal distributions. Squashing by tanh does not change it.
         "kl": normal_kl(minibatch["means"], minibatch["stds"], mean, std).mean(),
         "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
     }
@@ -402,7 +398,7 @@ def train(args, stop_signals=()):
     flat_parameters = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(flat_parameters, agent.parameters())
     flat_parameters.grad = torch.zeros_like(flat_parameters)
-    average_over_ranks(flat_parameters)  # equal on all ranks: other processors round the weights in other ways
+    average_over_ranks(flat_parameters)  # equal on all ranks: processors may round the first weights differently
     critic_size = sum(parameter.numel() for parameter in agent.critic.parameters())
     # A tensor: torch.compile freezes Python numbers, and the functions below are compiled (see `compiled`).
     lr = torch.tensor(args.learning_rate, device=device)
@@ -454,7 +450,7 @@ def train(args, stop_signals=()):
         log_evaluation(run, evaluate(agent, eval_envs, args.seed, args.eval_deterministic))
     next_obs, next_critic_obs = split_obs(reset(seed=env_seed)[0])
     shortened = torch.zeros(N, dtype=torch.bool, device=device)  # first episodes that end early; they are not logged
-    # Without it, episodes that a time limit ends would end together, and a batch would hold one phase of the episode.
+    # Random first steps: else all time limits fall in the same step, and a batch holds one phase of the episode.
     if args.stagger_envs and hasattr(envs, "episode_length_buf"):
         envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
         shortened.fill_(True)

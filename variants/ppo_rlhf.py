@@ -11,7 +11,7 @@
     python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt   # models of transformers
     python variants/ppo_rlhf.py --resume runs/NAME             # go on after Ctrl-C, a kill or a crash
     python variants/ppo_rlhf.py --evaluate runs/NAME           # answers of the trained actor, their scores and KL
-    torchrun --nproc-per-node 4 variants/ppo_rlhf.py           # train in four processes, which share the prompts
+    torchrun --nproc-per-node 4 variants/ppo_rlhf.py           # train in four processes, a quarter of the prompts each
 
 Four models, as in DeepSpeed-Chat. Actor and reference begin as the supervised language model; only the actor learns.
 Critic and reward model begin as the reward model; only the critic learns. An answer is an episode. A token is an
@@ -19,18 +19,18 @@ action, and so is the end-of-sequence token (EOS) that the actor samples.
 
 Choices, where implementations differ:
  1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer, EOS or the one
-    at the limit, gets the clipped score on top. DeepSpeed-Chat puts the score of a short answer one token later.
+    at the limit, gets the clipped score on top. DeepSpeed-Chat puts it one token later if the answer is short.
  2. An answer ends at its first EOS. The padding token plays no part: it may be the EOS (GPT-2).
  3. Advantages by GAE within the answer (gamma 1, lambda 0.95). What follows an answer has the value 0. --norm-adv
     normalises the advantages of each minibatch.
  4. Losses are means over the tokens of a minibatch: a long answer weighs more. Policy and value are clipped.
     Processes weigh the same, however many tokens each has (DeepSpeed).
  5. Actor and critic have an Adam each, with betas (0.9, 0.95). Learning rates fall linearly, without a warm-up.
- 6. There is no dropout. Old and new log-probabilities come from the same forward pass, never from `generate` with its
+ 6. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
     cache: the probability ratio is 1 in the first minibatch of an iteration.
  7. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only: the
     losses still use the full distribution.
- 8. No answer is dropped. --min-response-length trains on longer ones only. DeepSpeed-Chat drops those below 2 tokens,
+ 8. No answer is dropped. --min-response-length trains on no shorter ones. DeepSpeed-Chat drops those below 2 tokens,
     where an EOS that is the padding does not count.
  9. kl_coef is fixed. --kl-target makes it follow the KL (Ziegler et al. 2019).
 10. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16, and frozen models
@@ -39,8 +39,8 @@ Choices, where implementations differ:
 
 In reading order: Args, models, advantages and losses, train. The services below `train` hold no PPO.
 Shapes: B = answers of a process in an iteration, M = answers of a minibatch, P = longest prompt, R = longest answer,
-L = P + R, V = vocabulary; (M,) in the losses: all actions of a minibatch. Prompts are padded on the left, answers on
-the right: all answers begin in column P.
+L = P + R, V = vocabulary; in the losses, (M,) are the trained tokens of a minibatch. Prompts are padded on the left,
+answers on the right: all answers begin in column P.
 Sibling: ../ppo_continuous.py. Functions that both have are the same text.
 """
 
@@ -85,7 +85,7 @@ class Args:  # the comments are what --help prints
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
     checkpoint_interval: int = 20  # iterations between checkpoints; the last iteration is always saved
     resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder whose actor answers --eval-episodes prompts, unchanged
+    evaluate: str | None = None  # run folder whose actor answers --eval-episodes prompts, without learning
     eval_episodes: int = 256  # answers that --evaluate asks for
     eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
     track: bool = False  # log to Weights & Biases too
@@ -93,7 +93,7 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
-    reward_model: str | None = None  # sequence classifier with one output, its layer `score`, and --model's tokenizer
+    reward_model: str | None = None  # sequence classifier: --model's tokenizer, one output from a layer `score`
     prompts: str | None = None  # file with a prompt per line, in .jsonl {"prompt": "..."}; no chat template is applied
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
@@ -129,7 +129,7 @@ class Args:  # the comments are what --help prints
 
 def join_answers(prompt_ids, prompt_mask, answers, eos_token_id):
     """Prompts (B, P) and answers (B, R) -> sequences and attention mask (B, L), and which tokens of the answers are
-    actions (B, R) bool: all up to the first EOS, which is one. What follows is padding, whatever its id."""
+    actions (B, R) bool: all up to the first EOS, and this EOS. What follows is padding, whatever its id."""
     is_eos = (answers == eos_token_id).long()
     mask = is_eos.cumsum(-1) - is_eos == 0  # no EOS before this token
     return torch.cat([prompt_ids, answers], 1), torch.cat([prompt_mask, mask.long()], 1), mask
@@ -156,10 +156,10 @@ def gather_log_probs(logits, labels):
 
 
 def get_log_probs(model, sequences, attention_mask, mask, temperature):
-    """Log-probability of every token of the answers (B, R), and the logits that it is from (B, R, V)."""
+    """Log-probability of every token of the answers (B, R), and the logits that it is from (B, R, V). mask gives R."""
     R = mask.shape[1]
     logits = model(**model_inputs(sequences, attention_mask), logits_to_keep=R + 1).logits
-    logits = logits[:, -R - 1 : -1].float() / temperature  # those at a token are of the next one
+    logits = logits[:, -R - 1 : -1].float() / temperature  # logits at position t are for token t + 1
     return gather_log_probs(logits, sequences[:, -R:]), logits
 
 
@@ -214,8 +214,8 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     """Advantages and returns of the tokens of answers, 0 behind them; all (B, R). An answer is an episode that its last
     token terminates, EOS or not: the score is for the text within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
-    next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token: both flags may stay False
-    never = torch.zeros_like(mask)
+    next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
+    never = torch.zeros_like(mask)  # no flag is needed: the next value is 0 already
     steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
@@ -229,7 +229,7 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef (baselines), the new value is also clipped
+    """0.5 * mean squared error over (M,). With clip_coef (OpenAI's baselines), the new value is also clipped
     to within clip_coef of the old one. Of the two squared errors the larger counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
@@ -285,7 +285,7 @@ def train(args, stop_signals=()):
     tokenizer, reference, reward_model = make_models(args, device)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
     for parameter in [*reference.parameters(), *reward_model.parameters()]:
-        average_over_ranks(parameter)  # equal on all ranks: other processors round the weights in other ways
+        average_over_ranks(parameter)  # equal on all ranks: processors may round the built-in models differently
     actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
     checkpointing = on_cuda and args.gradient_checkpointing
     if checkpointing:
@@ -300,16 +300,16 @@ def train(args, stop_signals=()):
         critic_lr = 1e-3 if args.model is None else 5e-6
     learners = {"actor": actor, "critic": critic}  # a checkpoint holds their state
     learners |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
-    last, seconds, kl_coef = restore(args, learners) if args.resume else (0, 0.0, args.kl_coef)
+    last_iteration, seconds, kl_coef = restore(args, learners) if args.resume else (0, 0.0, args.kl_coef)
 
-    run = Run(args, rank, last, seconds, device)
+    run = Run(args, rank, last_iteration, seconds, device)
     if args.model is None and not args.resume:  # --resume and --evaluate read them
         run.save_model(reference, tokenizer, "supervised")
         run.save_model(reward_model, tokenizer, "reward")
     if on_cuda and args.bf16:
         store_in_bfloat16(reference, reward_model)
 
-    for iteration in range(last + 1, num_iterations + 1):  # `last`: of the checkpoint
+    for iteration in range(last_iteration + 1, num_iterations + 1):
         # A seed for every iteration: a resumed run draws the same numbers. Other ranks draw others.
         torch.manual_seed(int(np.random.SeedSequence([args.seed, rank, iteration]).generate_state(1)[0]))
         remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
@@ -349,18 +349,18 @@ def train(args, stop_signals=()):
             tensors = (sequences, attention_mask, mask, trained, log_probs, values, advantages, returns)
             b_tensors = [x[permutation] for x in tensors]  # (B, ...)
             for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
-                mb_answers, mb_trained = minibatch[:3], minibatch[3]
-                # Only actions count, in losses as in metrics: (actions,)
+                mb_inputs, mb_trained = minibatch[:3], minibatch[3]
+                # Only trained tokens count, in losses as in metrics: (tokens,)
                 mb_log_probs, mb_values, mb_advantages, mb_returns = (x[mb_trained] for x in minibatch[4:])
                 if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
                     mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
                 with autocast:
-                    new_log_probs, logits = get_log_probs(actor, *mb_answers, args.temperature)
+                    new_log_probs, logits = get_log_probs(actor, *mb_inputs, args.temperature)
                 log_ratio = new_log_probs[mb_trained] - mb_log_probs  # 0 in the first minibatch of an iteration
                 policy_loss = clipped_policy_loss(log_ratio, mb_advantages, args.clip_coef)
                 apply_gradient(policy_loss, actor, actor_optimizer, args.max_grad_norm)
                 with autocast:
-                    new_values = get_values(critic, *mb_answers)[mb_trained]
+                    new_values = get_values(critic, *mb_inputs)[mb_trained]
                 value_loss = clipped_value_loss(new_values, mb_values, mb_returns, args.vf_clip_coef)
                 apply_gradient(value_loss, critic, critic_optimizer, args.max_grad_norm)
                 with torch.no_grad():
@@ -383,7 +383,7 @@ def train(args, stop_signals=()):
         ended = (mask & (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id)).any(-1)
         scalars = {
             "charts/reward": scores.mean(),
-            "charts/kl": kl.sum(-1).mean(),  # KL(actor, reference) in nats per answer, by k1: unbiased
+            "charts/kl": kl.sum(-1).mean(),  # KL(actor, reference) in nats per answer, by k1
             "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3: of less variance, never below 0
             "charts/response_length": mask.sum(-1).float().mean(),
             "charts/ended": ended.float().mean(),  # share of answers that end with EOS
