@@ -58,8 +58,8 @@ SUITES = {
     "mujoco-tuned": "**MuJoCo, with settings for a task of its own**. They were chosen on seeds from 101 up "
     "(`python benchmark/tune.py`, `benchmark/results/tuning_*.csv`). Seeds 1 to 16 were run once, after the choice, "
     "but for HalfCheetah and Walker2d: other choices ran on their seeds before (`mujoco-halfcheetah.csv`, "
-    "`mujoco-dropped.csv`). The command is `python benchmark/run.py --suite mujoco --tuned`. Tasks without flags have "
-    "the defaults",
+    "`mujoco-dropped.csv`). The command is `python benchmark/run.py --suite mujoco --tuned --seeds 16`. Tasks without "
+    "flags have the defaults",
     "mujoco-avx2": "**MuJoCo on another processor**: the same command, defaults and seeds as above, with the script "
     "before it was rebuilt. This processor has no AVX-512 and rounds differently, so the same seed gives another "
     "run. No setting has been chosen on these runs",
@@ -562,7 +562,9 @@ def results_page():
         "- *95% interval* is a bootstrap interval over seeds. With few seeds it is too narrow: with three, it goes from"
     ]
     blocks[-1] += " the lowest run to the highest."
-    blocks += ["- *Evaluated* is the mean of ten episodes of the trained agent, in Atari with sampled actions."]
+    blocks += [
+        "- *Evaluated* is the mean of ten episodes of the trained agent without exploration (in Atari with sampled actions)."
+    ]
     blocks += [
         "- Sources and protocols of published figures are in `benchmark/published.csv`. Figures that could only be"
     ]
