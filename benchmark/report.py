@@ -563,7 +563,7 @@ def results_page():
     ]
     blocks[-1] += " the lowest run to the highest."
     blocks += [
-        "- *Evaluated* is the mean of ten episodes of the trained agent without exploration (in Atari with sampled actions)."
+        "- *Evaluated* is the mean of ten episodes of the trained agent without exploration (Atari: sampled actions)."
     ]
     blocks += [
         "- Sources and protocols of published figures are in `benchmark/published.csv`. Figures that could only be"
