@@ -197,7 +197,7 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
         # One that is older than the checkpoint is of an agent that has learned since.
         if record.exists() and record.stat().st_mtime >= (run_dir / "checkpoint.pt").stat().st_mtime:
             known = json.loads(record.read_text())
-        if known.get("eval_episodes") != job.eval_episodes:
+        if job.eval_episodes and known.get("eval_episodes") != job.eval_episodes:  # tune.py wants none
             words = ["--evaluate", str(run_dir), "--env-id", job.env_id, "--eval-episodes", str(job.eval_episodes)]
             words = call(*words)[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6

@@ -468,6 +468,7 @@ def test_tune(tmp_path, results, main):
     rows = report.read_csv(results / "tuning_s.csv")
     complete = [row for row in rows if row["state"] == "COMPLETE"]
     assert 2 <= len(complete) <= 3
+    assert not list(tmp_path.glob("*/benchmark.json"))  # nothing was evaluated: a score does not need it
     assert "the best is" in main(tune, *words).stdout and report.read_csv(results / "tuning_s.csv") == rows
     default = ppo_discrete.Args()
     begun = [(float(row["gamma"]), float(row["learning_rate"])) for row in rows[:2]]
