@@ -51,18 +51,16 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. The defaults were chosen "
     "on these tasks, mostly on seeds 1 to 3, in a few cases on seeds up to 5, for Humanoid on seed 1 only. Seeds 6 "
-    "to 8 were run after the choice. The rows are of commit aca7fe7. Since then the script rounds differently; "
-    "`mujoco-rounding.csv` has three tasks again. `mujoco-49c198e.csv` has the script before its rebuild. "
+    "to 8 were run after the choice. Seeds 1 to 8 ran on an Intel processor (commit aca7fe7) and again on an AMD one "
+    "(61e9467), Humanoid and InvertedPendulum on Intel only. The two scripts differ by rounding alone. "
+    "`mujoco-rounding.csv` has other rounding, `mujoco-avx2.csv` and `mujoco-49c198e.csv` have an earlier script. "
     "The noise falls to 0 over a run (`--anneal-std`); CleanRL's does not. Published figures, except "
     "CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is sb3-contrib's, evaluated after training",
     "mujoco-tuned": "**MuJoCo, with settings for a task of its own**. They were chosen on seeds from 101 up "
     "(`python benchmark/tune.py`, `benchmark/results/tuning_*.csv`). Seeds 1 to 16 were run once, after the choice, "
     "but for HalfCheetah and Walker2d: other choices ran on their seeds before (`mujoco-halfcheetah.csv`, "
     "`mujoco-dropped.csv`). The command is `python benchmark/run.py --suite mujoco --tuned --seeds 16`. Tasks without "
-    "flags have the defaults",
-    "mujoco-avx2": "**MuJoCo on another processor**: the same command, defaults and seeds as above, with the script "
-    "before it was rebuilt. This processor has no AVX-512 and rounds differently, so the same seed gives another "
-    "run. No setting has been chosen on these runs",
+    "flags have the defaults and seeds 1 to 8",
     "mujoco-v5": "**MuJoCo, versions -v5**, which gymnasium recommends today. The defaults are the same and were not "
     "tuned on these versions. No published PPO figures for -v5 were found. "
     "The runs are of the script before it was rebuilt",
@@ -370,7 +368,7 @@ def write_random():
 
 
 def read_suite(name):
-    """{(env_id, script, flags, steps): rows of different seeds}, in the order of published.csv (-v5 as -v4 there)."""
+    """{(env_id, script, flags, steps): rows of different runs}, in the order of published.csv (-v5 as -v4 there)."""
     rows = read_csv(RESULTS / f"{name}.csv")
     order = [row["env_id"] for row in read_csv(ROOT / "benchmark" / "published.csv")]
     order += [env_id.replace("-v4", "-v5") for env_id in order] + [row["env_id"] for row in rows]
@@ -380,7 +378,7 @@ def read_suite(name):
         row["settings"] = re.sub(r" ?--total-timesteps=\d+", "", row["flags"]).strip()
     groups = group_by(rows, "env_id", "script", "settings", "global_step")
     for key, group in groups.items():
-        if len(group) != len({row["seed"] for row in group}):
+        if len(group) != len({(row["exp_name"], row["seed"]) for row in group}):
             raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
         first = BEFORE | read_defaults().get(group[0]["defaults"], {})
         if any(differ(row, first) or bool(row["defaults"]) != bool(group[0]["defaults"]) for row in group):
@@ -404,7 +402,7 @@ def suite_table(name):
     }
     evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
     lines = [f"{SUITES[name]}."]
-    columns = ["task", "steps", "last 100 episodes", "95% interval", "seeds", *["evaluated"] * evaluated]
+    columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", *["evaluated"] * evaluated]
     columns += headers.values()
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     scores, names = [], []
@@ -505,7 +503,7 @@ def draw_curves(name):
                     height_of = float(row["mean_return"])
                     legend[text] = axis.axhline(height_of, color="0.4", linestyle=style, linewidth=1.2)
             count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
-            axis.set_title(f"{re.sub('.*[:/]|popgym-', '', env_id)} ({count} seed{'s' * (count != '1')})", fontsize=11)
+            axis.set_title(f"{re.sub('.*[:/]|popgym-', '', env_id)} ({count} run{'s' * (count != '1')})", fontsize=11)
             axis.set_xlim(left=0)
             axis.grid(alpha=0.25)
         for axis in axes[:, 0]:
@@ -523,7 +521,7 @@ def headline():
     """Markdown: MuJoCo beside CleanRL and the highest PPO figure found, and speed beside others, for README."""
     published = {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
     tuned = {env_id: rows for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items() if settings}
-    columns = ["task, 1M steps", "ours, last 100 episodes", "95% interval", "seeds", "own settings", "CleanRL"]
+    columns = ["task, 1M steps", "ours, last 100 episodes", "95% interval", "runs", "own settings", "CleanRL"]
     columns += ["highest PPO found"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for (env_id, *_), rows in read_suite("mujoco").items():
@@ -533,7 +531,7 @@ def headline():
         cells, marks, means = [number(values.mean(), unit)], [""], [values.mean()]
         own = [float(row["last_100_mean"]) for row in tuned.get(env_id, [])]
         cells.append(number(np.mean(own), unit) if own else "")
-        marks.append(f" ({len(own)} seeds)" if own else "")
+        marks.append(f" ({len(own)} runs)" if own else "")
         means.append(np.mean(own) if own else -np.inf)
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
@@ -557,9 +555,9 @@ def headline():
 def results_page():
     """docs/results.md: all suites, speed, and what the settings of the speed table learn."""
     blocks = ["# Results", "", "Written by `python benchmark/report.py --publish readme`.", ""]
-    blocks += ["- *Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over seeds."]
+    blocks += ["- *Last 100 episodes* is the mean raw return of the last 100 training episodes, averaged over runs."]
     blocks += [
-        "- *95% interval* is a bootstrap interval over seeds. With few seeds it is too narrow: with three, it goes from"
+        "- *95% interval* is a bootstrap interval over runs. With few runs it is too narrow: with three, it goes from"
     ]
     blocks[-1] += " the lowest run to the highest."
     blocks += [

@@ -136,7 +136,31 @@ def avx2(task):
 
 
 def D5(task):
-    return runs("mujoco", task)
+    return runs("mujoco-aca7fe7", task)
+
+
+def rounding(task):
+    return runs("mujoco-rounding", task)
+
+
+def again(task):
+    return runs("mujoco", task, exp_name="again")
+
+
+BENCHMARKS = (D4, avx2, D5, rounding, again)  # of nearly the same defaults
+
+
+def between(task):
+    """The lowest and the highest mean of these."""
+    means = [benchmark(task).mean for benchmark in BENCHMARKS]
+    return Runs({"lowest": min(means), "highest": max(means)})
+
+
+def both(task):
+    """D5 and the same again."""
+    return Runs(
+        {(name, seed): x for name, found in (("D5", D5(task)), ("again", again(task))) for seed, x in found.items()}
+    )
 
 
 def further(task):
