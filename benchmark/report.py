@@ -51,8 +51,8 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py")
 SUITES = {
     "mujoco": "**MuJoCo**, `ppo_continuous.py` with its defaults, the same for all tasks. The defaults were chosen "
     "on these tasks, mostly on seeds 1 to 3, in a few cases on seeds up to 5, for Humanoid on seed 1 only. Seeds 6 "
-    "to 8 were run after the choice. Seeds 1 to 8 ran on an Intel processor (commit aca7fe7) and again on an AMD one "
-    "(61e9467), Humanoid on Intel only. The two scripts differ by rounding alone. "
+    "to 8 were run after the choice. Seeds 1 to 8 ran on an Intel processor (commits 8d743a9, 123ac2d, aca7fe7) and "
+    "again on an AMD one (61e9467), Humanoid on Intel only. The scripts differ by rounding alone. "
     "`mujoco-rounding.csv` has other rounding, `mujoco-avx2.csv` and `mujoco-49c198e.csv` have an earlier script. "
     "The noise falls to 0 over a run (`--anneal-std`); CleanRL's does not. Published figures, except "
     "CleanRL's, are for versions -v2 and -v3 of the tasks. TRPO is sb3-contrib's, evaluated after training",
