@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11,<2.14", "gymnasium[mujoco,classic-control]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13",
+#     "torch>=2.11,<3", "gymnasium[mujoco,classic-control]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13",
 #     "numpy>=1.26,<3", "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5",
 #     "filelock>=3.13,<5", "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
 # ]
@@ -65,7 +65,7 @@ import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -426,7 +426,6 @@ def train(args, stop_signals=()):
     torch.manual_seed(noise_seed)
 
     @torch.no_grad()
-    @partial(record, args=args, device=device)
     @partial(compiled, args=args, device=device)
     def act(raw_obs, action_mask):
         """raw_obs (N, *D), masks (N, A) -> obs (N, *D), actions (N, K), log_probs (N,), actions for the environments"""
@@ -435,7 +434,6 @@ def train(args, stop_signals=()):
         action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
         return obs, action, log_prob, agent.to_env_action(action)
 
-    @partial(record, args=args, device=device)
     @partial(compiled, args=args, device=device, check=True)
     def compute_gradient(*minibatch):
         """tensors (M, ...) -> the gradient of ppo_loss as one vector, metrics"""
@@ -444,7 +442,6 @@ def train(args, stop_signals=()):
         return torch.cat([gradient.flatten() for gradient in gradients]), metrics
 
     @torch.no_grad()
-    @partial(record, args=args, device=device)
     @partial(compiled, args=args, device=device)
     def apply_gradient(gradient, approx_kl):
         flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
@@ -490,7 +487,7 @@ def train(args, stop_signals=()):
             all_raw_obs.append(next_obs.copy())  # an environment's own vector may reuse its array
             has_masks = args.mask_actions and "action_mask" in infos
             step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
-            seen = torch.from_numpy(next_obs), torch.from_numpy(step_masks[t])
+            seen = torch.from_numpy(next_obs).to(device), torch.from_numpy(step_masks[t]).to(device)
             obs[t], actions[t], log_probs[t], env_actions = act(*seen)
             next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
             truncated = truncated & ~terminated  # with both set it terminated
@@ -785,33 +782,6 @@ def compiled(function, args, device, check=False):
         return programs[0](*arguments)
 
     return call if args.compile else function
-
-
-def record(function, args, device):
-    """On CUDA with --compile: the function as a CUDA graph, which one launch starts. On a CPU: the function.
-
-    The first call runs the function, and then records its kernels without running them. Every later call copies its
-    arguments, tensors of the same shapes, to where the kernels read them. It replays the kernels, with new random
-    numbers, and returns copies of the results. The function's Python code does not run then. All that it reads and
-    changes must be tensors, which change in place."""
-    if device.type != "cuda":
-        return function
-    inputs, results, graph = [], [], torch.cuda.CUDAGraph()
-
-    def call(*arguments):
-        if results:
-            for x, argument in zip(inputs, arguments):  # pinned memory: else a copy from the CPU waits
-                x.copy_(argument if argument.is_cuda else argument.pin_memory(), non_blocking=True)
-            graph.replay()
-            return tree_map_only(torch.Tensor, torch.clone, results[0])
-        inputs[:] = [x.to(device, copy=True) for x in arguments]
-        result = function(*inputs)  # compiles; Adam makes its moments, which must exist before the recording
-        if args.compile:  # --no-compile records nothing
-            with torch.cuda.graph(graph):
-                results.append(function(*inputs))
-        return result
-
-    return call
 
 
 class Run:

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11,<2.14", "transformers>=5,<6", "numpy>=1.26,<3", "tyro>=1.0,<2", "tensorboard>=2.18,<3",
+#     "torch>=2.11,<3", "transformers>=5,<6", "numpy>=1.26,<3", "tyro>=1.0,<2", "tensorboard>=2.18,<3",
 #     "wandb>=0.22,<1", "tqdm>=4.66,<5", "filelock>=3.13,<5",
 # ]
 # ///
