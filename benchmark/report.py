@@ -309,6 +309,18 @@ def headline():
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
+def save_figure(figure, path):
+    """SVG: text stays text, the same numbers give the same file, and decimals that nobody sees are cut off."""
+    import matplotlib
+
+    if path.suffix != ".svg":
+        return figure.savefig(path, dpi=200)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.sans-serif": ["DejaVu Sans"]}):
+        figure.savefig(path, metadata={"Date": None})
+    text = re.sub(r"(\d\d\.\d|\.\d\d)\d+", r"\1", path.read_text())
+    path.write_text(re.sub(r"\s+", " ", text).replace("> <", "><") + "\n")
+
+
 OTHERS = {"CleanRL": ("cleanrl", ":"), "highest PPO found": ("highest", "--")}  # columns of published.csv, line styles
 
 
@@ -320,8 +332,6 @@ def draw_curves(runs, path, unit):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # SVG: text stays text, and the same numbers give the same file.
-    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "curves", "font.sans-serif": ["DejaVu Sans"]}
     published, tasks = read_published(), {}
     for row, x, y in runs:
         tasks.setdefault(row["env_id"], {}).setdefault((row["script"], row["flags"]), []).append((x, y))
@@ -359,11 +369,8 @@ def draw_curves(runs, path, unit):
     lines = sorted(legend.items(), key=lambda item: item[0] in OTHERS)
     labels, lines = zip(*lines)
     figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), columns), fontsize=10)
-    figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
     plt.close(figure)
-    if path.suffix == ".svg":  # half the size without most decimals of a point, and without indentation
-        text = re.sub(r"(\d\d\.\d|\.\d\d)\d+", r"\1", path.read_text())
-        path.write_text(re.sub(r">\s+<", ">\n<", text))
 
 
 def draw_suite(name):

@@ -26,7 +26,8 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
-from run_folder import ROOT, read_csv, write_rows
+from report import PICTURES, save_figure
+from run_folder import read_csv, write_rows
 
 TABLE = Path(__file__).with_suffix(".csv")
 EVERY = 4  # iterations in a point of a curve
@@ -66,8 +67,6 @@ def draw():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # SVG: text stays text, and the same numbers give the same file.
-    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "curves", "font.sans-serif": ["DejaVu Sans"]}
     rows = [{name: float(value) for name, value in row.items()} for row in read_csv(TABLE)]
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     for (name, title), axis in zip(PANELS.items(), axes):
@@ -85,7 +84,7 @@ def draw():
     axes[2].axhline(KL_BOUND, color="0.4", linestyle="--", linewidth=1)
     axes[1].axhline(0.9, color="0.4", linestyle="--", linewidth=1)
     axes[0].legend(fontsize=8)
-    figure.savefig(ROOT / "docs" / "pictures" / "rlhf.svg", metadata={"Date": None})
+    save_figure(figure, PICTURES / "rlhf.svg")
 
 
 def make_gpt2(folder):
