@@ -145,7 +145,13 @@ def settings_table(rows):
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
-def bootstrap_interval(scores, statistic, resamples=10_000):
+def mean_interval(values, resamples=10_000):
+    """95% interval of the mean, seeds drawn anew with replacement."""
+    draws = np.random.default_rng(0).choice(values, (resamples, len(values)))
+    return np.percentile(draws.mean(1), [2.5, 97.5])
+
+
+def bootstrap_interval(scores, statistic, resamples=2000):
     """95% interval of statistic([scores of a task, ...]), seeds drawn anew with replacement within each task."""
     rng = np.random.default_rng(0)
     draws = [statistic([rng.choice(task, len(task)) for task in scores]) for _ in range(resamples)]
@@ -200,7 +206,7 @@ def suite_table(name):
     lines, scores, names = [], [], []
     for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
-        low, high = bootstrap_interval([values], np.mean) if len(values) > 1 else (np.nan, np.nan)
+        low, high = mean_interval(values) if len(values) > 1 else (np.nan, np.nan)
         evaluations = [float(row["evaluation"]) for row in rows if row["evaluation"]]
         unit = np.abs(values).max()
         task = re.sub(".*[:/]", "", env_id)
@@ -225,7 +231,7 @@ def suite_table(name):
             names.append(task)
     lines = table([*columns, *headers.values()], lines)
     if name == "mujoco" and scores:
-        low, high = bootstrap_interval(scores, interquartile_mean, 2000)
+        low, high = bootstrap_interval(scores, interquartile_mean)
         means = [score.mean() for score in scores]
         text = "On a scale from random actions (0) to the highest PPO figure found (1), our mean over tasks is"
         text += f" {np.mean(means):.2f}. The lowest task is {names[np.argmin(means)]} with {min(means):.2f}. The"
@@ -267,7 +273,7 @@ def learning_table(rows):
     lines = []
     for (case, name), group in group_by(rows, "case", "contestant").items():
         returns = [float(row["last_100_mean"]) for row in sorted(group, key=lambda row: int(row["seed"]))]
-        low, high = (number(x, returns[0]) for x in bootstrap_interval([returns], lambda scores: np.mean(scores[0])))
+        low, high = (number(x, returns[0]) for x in mean_interval(returns))
         singles = ", ".join(number(x, returns[0]) for x in returns)
         cells = [SPEED[case], name, f"{int(group[0]['steps']):,}", number(np.mean(returns), returns[0])]
         lines.append([*cells, f"{low} to {high}", singles])
@@ -284,7 +290,7 @@ def headline():
     lines = []
     for (env_id, *_), rows in read_suite("mujoco").items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
-        low, high = bootstrap_interval([values], np.mean)
+        low, high = mean_interval(values)
         unit = np.abs(values).max()
         cells, marks, means = [number(values.mean(), unit)], [""], [values.mean()]
         own = [float(row["last_100_mean"]) for row in tuned.get(env_id, [])]

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "variants"))
 import numpy as np
 import ppo_gpu_sim as ppo
 import tyro
-from report import bootstrap_interval
+from report import mean_interval
 from run_folder import ROOT, installed_versions, machine, read_csv, write_rows
 from scipy.stats import mannwhitneyu, ttest_ind
 
@@ -102,7 +102,7 @@ def table(rows):
         step = int(rows[0]["steps"].split()[i])
         cells = [str(i), f"{step:,}"]
         for update in here:
-            low, high = bootstrap_interval([here[update]], np.mean)
+            low, high = mean_interval(here[update])
             cells.append(f"{here[update].mean():,.0f} ({low:,.0f} to {high:,.0f})")
             if update != "google":
                 cells.append(f"{ttest_ind(here['google'], here[update], equal_var=False).pvalue:.2g}")
@@ -120,7 +120,7 @@ def table_of_differences(rows):
         cells = [update, str(len(scores_of(rows, update, 0)))]
         for i in (1, 3, 6, 10):
             scores = scores_of(rows, update, i)
-            low, high = bootstrap_interval([scores], np.mean)
+            low, high = mean_interval(scores)
             cells.append(f"{scores.mean():,.0f} ({low:,.0f} to {high:,.0f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -140,7 +140,7 @@ def draw(rows, path):
     for update in dict.fromkeys(row["update"] for row in rows):
         scores = [scores_of(rows, update, i) for i in range(11)]
         steps = [int(step) for step in rows[0]["steps"].split()]
-        low, high = zip(*(bootstrap_interval([x], np.mean) for x in scores))
+        low, high = zip(*(mean_interval(x) for x in scores))
         (line,) = axis.plot(steps, [x.mean() for x in scores], marker="o", label=f"{update}, {len(scores[0])} seeds")
         axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
     axis.set(xlabel="environment steps", ylabel="return of sampled actions, mean and 95% interval", title="brax/ant")
