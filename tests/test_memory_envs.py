@@ -3,8 +3,9 @@
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import SMALL, flags_of, run
+from conftest import SMALL, flags_of
 
+import ppo_rnn
 from benchmark import memory_envs
 
 
@@ -29,10 +30,10 @@ def test_masked_velocities(name):
     assert moved and (truncated or name in ("CartPole", "Acrobot"))
 
 
-def test_masked_environment_from_the_command_line(tmp_path):
-    """As README says it, from the root of the repository; evaluation finds the environment again."""
+def test_training_without_velocities(tmp_path, main):
+    """As docs/rnn.md says it; evaluation finds the environment again."""
     env_id = "benchmark.memory_envs:CartPoleNoVel-v1"
-    finished = run("ppo_rnn", *flags_of(env_id=env_id, runs_dir=tmp_path, **SMALL))
+    finished = main(ppo_rnn, *flags_of(env_id=env_id, runs_dir=tmp_path, **SMALL))
     assert finished.returncode == 0, finished.stderr
-    finished = run("ppo_rnn", "--evaluate", next(tmp_path.iterdir()), "--env-id", env_id, "--eval-episodes=2")
+    finished = main(ppo_rnn, "--evaluate", next(tmp_path.iterdir()), "--env-id", env_id, "--eval-episodes=2")
     assert finished.returncode == 0 and "mean" in finished.stdout, finished.stderr
