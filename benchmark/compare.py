@@ -1,6 +1,8 @@
 """Two files of results beside each other, task by task: did a change move what is learned?
 
-    python benchmark/compare.py benchmark/results/mujoco-49c198e.csv benchmark/results/mujoco-aca7fe7.csv
+    git show COMMIT:benchmark/results/mujoco.csv > before.csv
+    python benchmark/compare.py before.csv benchmark/results/mujoco.csv
+    python benchmark/compare.py BEFORE/runs.csv AFTER/runs.csv     # of report.py runs/... --out BEFORE, and AFTER
 
 Prints the mean over seeds of the last 100 training episodes in both files, and the 95% interval (Welch) of the
 difference of the means. An interval that holds 0 shows no change.

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# What to try first on a machine with an NVIDIA GPU. About eight minutes; every part prints a table.
+# What to try first on a machine with an NVIDIA GPU: Breakout, beside the games alone. It takes a few minutes.
 #
-#     bash benchmark/first_gpu.sh             # results/cuda_graphs.csv and results/speed.csv are written
+#     bash benchmark/first_gpu.sh             # results/speed.csv is written
 #     bash benchmark/first_gpu.sh WHEELS      # without a network: installs every wheel of a folder first, filled by
 #         pip download --only-binary=:all: --python-version 3.12 -d WHEELS gymnasium mujoco ale-py tyro tqdm
-#     SCALE=0.5 bash benchmark/first_gpu.sh   # a try; of the speeds nothing is written
+#     SCALE=0.5 bash benchmark/first_gpu.sh   # a try; nothing is written
 #
-# LEANRL=PATH adds LeanRL's script for Breakout (its environment: see speed.py). COUNTER=PROGRAM counts launches where
-# torch's profiler sees none (see studies/cuda_graphs.py). Not part of this, because it takes hours:
+# LEANRL=PATH adds LeanRL's script for Breakout (its environment: see speed.py). Not part of this, because it takes hours:
 #     python benchmark/run.py --suite atari --tasks ALE/Pong-v5 ALE/Breakout-v5 --seeds 3 -- --device cuda
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,9 +25,6 @@ assert header.exists(), f"{header} is missing: install Python's headers (python3
 assert torch.cuda.is_available(), "torch sees no GPU"
 print("torch", torch.__version__, torch.cuda.get_device_name())
 CODE
-
-echo "== the same weights with and without CUDA graphs? what waits? how fast?"
-$PYTHON benchmark/studies/cuda_graphs.py ${COUNTER:+--counter "$COUNTER"}
 
 echo "== Breakout, beside the games alone"
 $PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale "${SCALE:-1}" ${LEANRL:+--leanrl "$LEANRL"}

@@ -16,13 +16,10 @@ When a run fails the others go on; it is named at the end, and the exit status i
 that all machines see under the same path, as they do the repository.
 """
 
-import contextlib
 import dataclasses
 import fcntl
-import importlib
 import json
 import os
-import platform
 import queue
 import re
 import signal
@@ -37,7 +34,7 @@ from typing import Literal
 
 import torch
 import tyro
-from report import ROOT, VERSIONS, WHERE_AND_HOW, is_finished, last_step, summarise
+from run_folder import ROOT, WHERE_AND_HOW, is_finished, last_step, load_script, machine, summarise
 from suites import SUITES, TUNED
 from tqdm import tqdm
 
@@ -85,11 +82,6 @@ class Job:
         return re.sub(r"[^\w.-]", "-", f"{self.env_id}__{self.parsed.exp_name}__{self.seed}")
 
 
-def load_script(name):
-    sys.path.insert(0, str(ROOT))
-    return importlib.import_module(name)
-
-
 def make_jobs(args, flags=()):
     """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
     for name in ("seeds", "first_seed", "jobs"):
@@ -131,20 +123,6 @@ def find_run(job):
             if {name: value for name, value in found.items() if name not in other} == wanted:
                 return run_dir
     return None
-
-
-def machine():
-    """What a result depends on besides its arguments."""
-    commit = ""
-    with contextlib.suppress(FileNotFoundError):  # a machine without git
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-        commit = git.stdout.strip()
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
-    hardware = model[1] if model else platform.processor()
-    hardware += ", " + torch.backends.cpu.get_cpu_capability()  # AVX2 and AVX512 round differently
-    if torch.cuda.is_available():
-        hardware += ", " + torch.cuda.get_device_name()
-    return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
 
 
 class Stopped(Exception):

@@ -22,12 +22,10 @@ with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
 nothing has been compiled yet, is measured once, and counted in the steps/s of a first run of a million steps. The
-"simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed and
-written to results/speed.csv, speed-cores.csv, or speed-before.csv with --before. The machine should have nothing
-else to do.
+"simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed;
+results/speed.csv keeps those of the cases in docs/results.md. The machine should have nothing else to do.
 """
 
-import csv
 import dataclasses
 import os
 import resource
@@ -41,11 +39,11 @@ from typing import Literal
 
 import torch
 import tyro
-from report import RESULTS, ROOT
+from report import RESULTS, SPEED
+from run_folder import ROOT, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["steps_per_second_1m", "repeats", "single_runs", "versions"]
-CORES = ("cores", "cores-humanoid", "continuous-8-envpool")  # cases in which simulators may use all cores
 PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "envpool")
 
 SB3 = """
@@ -310,7 +308,7 @@ def measure(case, contestants, repeats, cpu_time=False):
 class Args:
     cases: tyro.conf.Positional[tuple[Literal[tuple(make_cases())], ...]]  # what is timed
     repeats: int = 3  # runs of every contestant
-    scale: float = 1.0  # of the numbers of steps; other than 1 nothing is written
+    scale: float = 1.0  # of the numbers of steps; other than 1: nothing is written
     cleanrl: Path | None = None  # a checkout of CleanRL, with its virtual environment in .venv
     leanrl: Path | None = None  # a checkout of LeanRL, likewise
     before: Path | None = None  # a checkout of an earlier commit: the only other contestant
@@ -331,24 +329,18 @@ def main():
     if args.before:
         cases = {case: beside(args.before.absolute(), cases[case]) for case in args.cases}
     for case in args.cases:
-        name = "speed-before" if args.before else "speed-cores" if case in CORES else "speed"
-        path = RESULTS / f"{name}.csv"
-        rows = list(csv.DictReader(path.open())) if path.exists() else []
+        written = case in SPEED and not args.before and args.scale == 1
+        path = RESULTS / "speed.csv"
+        rows = read_csv(path)
         for row in rows:
-            if args.scale == 1 and row["case"] == case and row["contestant"] not in cases[case]:
+            if written and row["case"] == case and row["contestant"] not in cases[case]:
                 fail(f"{path.name} has {row['contestant']} for {case}: give its path too, or delete that row")
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
         new = measure(case, scaled, args.repeats, args.cpu_time)
-        for row in new:
-            row["case"] += ", CPU seconds" * args.cpu_time
-        rows = [row for row in rows if row["case"] != new[0]["case"]] + new
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
-        if args.scale != 1:
-            continue
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted(rows, key=lambda row: row["case"]))
+        if written:
+            rows = [row for row in rows if row["case"] != case] + new
+            write_rows(path, FIELDS, sorted(rows, key=lambda row: row["case"]))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ under `begin_with`. Each one changes the settings that it names.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
-bad and failed trials too, is written to benchmark/results/tuning_STUDY.csv. Where the study is new, as on another
-machine, it begins with the trials of that table.
+bad and failed trials too, is written to RUNS_DIR/STUDY.csv. To go on with a study on another machine, copy STUDY.db.
 """
 
 import dataclasses
@@ -30,8 +29,8 @@ from pathlib import Path
 
 import tyro
 import yaml
-from report import RESULTS, ROOT, read_csv, write_rows
-from run import Job, Stopped, load_script, run_job
+from run import Job, Stopped, run_job
+from run_folder import ROOT, load_script, read_csv, write_rows
 
 try:
     import optuna
@@ -74,9 +73,10 @@ def make_scale(env_ids):
     """{env_id: (the return that counts as 0, the one that counts as 1)}; a task alone is not scaled."""
     if len(env_ids) == 1:
         return {env_ids[0]: (0.0, 1.0)}
-    published = read_csv(ROOT / "benchmark" / "published.csv")
+    tables = ROOT / "benchmark"
+    published, random = read_csv(tables / "published.csv"), read_csv(tables / "results" / "random.csv")
     highest = {row["env_id"]: float(row["mean_return"]) for row in published if row["column"] == "highest"}
-    random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
+    random = {row["env_id"]: float(row["mean_return"]) for row in random}
     if unknown := [env_id for env_id in env_ids if env_id not in highest or env_id not in random]:
         raise SystemExit(f"--env-ids: published.csv or results/random.csv has no figure for {', '.join(unknown)}")
     return {env_id: (random[env_id], highest[env_id]) for env_id in env_ids}
@@ -104,35 +104,9 @@ def score_of(figures, seed, scale):
     )
 
 
-def read_table(study, path, space, defaults, seeds, scale):
-    """Give a new study the trials of its table that have ended."""
-    rows = [row for row in read_csv(path) if row["state"] in ("COMPLETE", "PRUNED")] if path.exists() else []
-    for row in rows:
-        figures = {name: value for name, value in row.items() if " seed " in name and value}
-        known = [seed for seed in seeds if all(f"{env_id} seed {seed}" in figures for env_id in scale)]
-        if len(figures) != len(known) * len(scale) or (row["state"] == "COMPLETE" and known != list(seeds)):
-            raise SystemExit(f"{path} is of other tasks or seeds: name a new --study")
-        params = {}
-        for name, spec in space.items():
-            if "values" in spec:  # an empty cell is None; a table from before there was this parameter has its default
-                values = {str(value).replace("None", ""): value for value in spec["values"]}
-                params[name] = values[row.get(name, str(defaults.get(name)))]
-            elif "value" not in spec:
-                params[name] = float(row[name])
-        study.enqueue_trial(params, user_attrs=figures)
-        trial = study.ask()
-        for name, spec in space.items():
-            suggest(trial, name, spec)
-        scores = [score_of(figures, seed, scale) for seed in known]
-        for seed, score in zip(known, scores):
-            trial.report(score, seed)
-        study.tell(trial, statistics.median(scores) if row["state"] == "COMPLETE" else None, TrialState[row["state"]])
-
-
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the heartbeat below
-    warnings.filterwarnings("ignore", message="Heartbeat of storage")  # read_table asks for trials, and trains none
     sweep = yaml.safe_load(args.sweep.read_text())
     script, space = Path(sweep["program"]).stem, dict(sweep["parameters"])
     env_ids = args.env_ids or (space["env_id"]["value"],)
@@ -165,8 +139,6 @@ def main():
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
-            if not study.trials:
-                read_table(study, RESULTS / f"tuning_{args.study}.csv", space, defaults, seeds, scale)
             for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_ids[0], []):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
 
@@ -215,7 +187,7 @@ def main():
     enough = MaxTrialsCallback(args.trials, states=ended)
     if args.trials > len(study.get_trials(states=ended)):
         study.optimize(objective, n_jobs=args.jobs, callbacks=[enough, give_up], catch=(RuntimeError, Stopped))
-    path = RESULTS / f"tuning_{args.study}.csv"
+    path = runs_dir / f"{args.study}.csv"
     write_table(study, path)
     if stop.is_set():
         raise SystemExit("stopped; the same command goes on")

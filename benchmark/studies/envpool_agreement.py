@@ -1,8 +1,8 @@
 """Question: are EnvPool's MuJoCo tasks those of gymnasium?
 
-    python benchmark/studies/envpool_agreement.py        # writes results/envpool_agreement.csv, one row per task
+    python benchmark/studies/envpool_agreement.py        # writes envpool_agreement.csv, one row per task
 
-Answer (results/envpool_agreement.csv): the observations of seven of nine tasks agree to 1e-10, and all their episodes
+Answer (envpool_agreement.csv): the observations of seven of nine tasks agree to 1e-10, and all their episodes
 end in the same step. Ant and Humanoid differ by 1e-5 after one step. Contacts make more of that: Ant differs by 2
 within ten steps. EnvPool 1.2.5 has a MuJoCo of its own.
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import gymnasium as gym
 import numpy as np
-from report import RESULTS, installed_versions, write_rows
+from run_folder import installed_versions, write_rows
 from suites import MUJOCO
 
 STARTS, STEPS = 100, 100
@@ -79,6 +79,6 @@ if __name__ == "__main__":
     rows = [compare(f"{name}-v4") for name in MUJOCO.split()]
     packages = installed_versions() + f" envpool {version('envpool')}"
     rows = [row | {"starts": STARTS, "versions": packages} for row in rows]
-    write_rows(RESULTS / "envpool_agreement.csv", list(rows[0]), rows)
+    write_rows(Path(__file__).with_suffix(".csv"), list(rows[0]), rows)
     for row in rows:
         print(*(f"{name} {value}" for name, value in row.items() if name != "versions"), sep="  ")

@@ -2,10 +2,10 @@
 
     python benchmark/studies/google_vs_nvidia.py                     # the original size, 30M steps a run: for a GPU
     python benchmark/studies/google_vs_nvidia.py --small             # 512,000 steps, 60 runs: 3 hours on a CPU core
-    python benchmark/studies/google_vs_nvidia.py --small --report    # only the tables and the picture, from results/
+    python benchmark/studies/google_vs_nvidia.py --small --report    # only the tables and the picture, from the CSV
     python benchmark/studies/google_vs_nvidia.py --small --seeds 5 --updates google+stored google+normalised google+gae
 
-Answer (results/google_vs_nvidia_small.csv): at the small size it does not. NVIDIA's ends at 1,152, Google's at 880 (20
+Answer (google_vs_nvidia_small.csv): at the small size it does not. NVIDIA's ends at 1,152, Google's at 880 (20
 seeds each). The last command gives Google's update one of NVIDIA's three differences at a time: with normalised
 advantages it reaches 1,294, with stored values 898, with GAE 877. Stored values have 20 seeds, the other two have 5.
 The original size has not been run.
@@ -31,13 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "variants"))
 
 import numpy as np
 import ppo_gpu_sim as ppo
-import report
 import tyro
-from report import RESULTS, ROOT, bootstrap_interval, read_csv, write_rows
-from run import machine
+from report import mean_interval
+from run_folder import ROOT, installed_versions, machine, read_csv, write_rows
 from scipy.stats import mannwhitneyu, ttest_ind
 
-report.PACKAGES = ("torch", "jax", "brax")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 FULL = {"total_timesteps": 30_000_000, "eval_episodes": 2048}  # the rest are the defaults of --update
 SMALL = {"num_envs": 256, "num_steps": 20, "num_minibatches": 8, "total_timesteps": 512_000, "eval_episodes": 32}
@@ -47,7 +45,7 @@ UPDATES = {"google": ppo.GOOGLE, "nvidia": ppo.NVIDIA}
 UPDATES["google+stored"] = ppo.GOOGLE | {"recompute_targets": False}
 UPDATES["google+normalised"] = ppo.GOOGLE | {"norm_adv": "minibatch"}
 UPDATES["google+gae"] = ppo.GOOGLE | {"advantages": "gae"}
-FIELDS = ["update", "seed", "evaluation", "global_step", "mean_return", "size", "versions", "hardware"]
+FIELDS = ["update", "seed", "steps", "mean_returns", "versions", "hardware"]  # steps, returns: those of 11 evaluations
 
 
 @dataclasses.dataclass
@@ -61,7 +59,7 @@ class Args:
 
 
 def train_all(args, settings):
-    """Train what is missing; a row for every evaluation of every finished run."""
+    """Train what is missing; a row for every run."""
     envs, make_envs = {}, ppo.make_envs
 
     def make_once(args, num_envs, device):  # JAX compiles the simulator once, not for every run
@@ -84,8 +82,9 @@ def train_all(args, settings):
             folders = Path(args.runs_dir).glob(f"brax-ant__{name}__{seed}__*/evaluations.csv")
             finished = [path.parent for path in folders if len(read_csv(path)) == 11]
             run_dir = finished[0] if finished else ppo.train(ppo.Args(**(UPDATES[update] | settings | given)))[1]
-            about = {"update": update, "seed": seed}
-            rows += [about | {"evaluation": i} | row for i, row in enumerate(read_csv(run_dir / "evaluations.csv"))]
+            evaluations = read_csv(run_dir / "evaluations.csv")
+            row = {"update": update, "seed": seed, "steps": " ".join(each["global_step"] for each in evaluations)}
+            rows.append(row | {"mean_returns": " ".join(each["mean_return"] for each in evaluations)})
     return rows
 
 
@@ -100,10 +99,10 @@ def table(rows):
     for i in range(11):
         here = {update: scores_of(rows, update, i) for update in Args.updates}
         there = {update: np.array(original[update])[:, i] for update in ("google", "nvidia")}
-        step = next(int(row["global_step"]) for row in rows if int(row["evaluation"]) == i)
+        step = int(rows[0]["steps"].split()[i])
         cells = [str(i), f"{step:,}"]
         for update in here:
-            low, high = bootstrap_interval([here[update]], np.mean)
+            low, high = mean_interval(here[update])
             cells.append(f"{here[update].mean():,.0f} ({low:,.0f} to {high:,.0f})")
             if update != "google":
                 cells.append(f"{ttest_ind(here['google'], here[update], equal_var=False).pvalue:.2g}")
@@ -121,15 +120,14 @@ def table_of_differences(rows):
         cells = [update, str(len(scores_of(rows, update, 0)))]
         for i in (1, 3, 6, 10):
             scores = scores_of(rows, update, i)
-            low, high = bootstrap_interval([scores], np.mean)
+            low, high = mean_interval(scores)
             cells.append(f"{scores.mean():,.0f} ({low:,.0f} to {high:,.0f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def scores_of(rows, update, evaluation):
-    found = [row for row in rows if row["update"] == update and int(row["evaluation"]) == evaluation]
-    return np.array([float(row["mean_return"]) for row in found])
+    return np.array([float(row["mean_returns"].split()[evaluation]) for row in rows if row["update"] == update])
 
 
 def draw(rows, path):
@@ -141,8 +139,8 @@ def draw(rows, path):
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for update in dict.fromkeys(row["update"] for row in rows):
         scores = [scores_of(rows, update, i) for i in range(11)]
-        steps = [next(int(row["global_step"]) for row in rows if int(row["evaluation"]) == i) for i in range(11)]
-        low, high = zip(*(bootstrap_interval([x], np.mean) for x in scores))
+        steps = [int(step) for step in rows[0]["steps"].split()]
+        low, high = zip(*(mean_interval(x) for x in scores))
         (line,) = axis.plot(steps, [x.mean() for x in scores], marker="o", label=f"{update}, {len(scores[0])} seeds")
         axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
     axis.set(xlabel="environment steps", ylabel="return of sampled actions, mean and 95% interval", title="brax/ant")
@@ -153,11 +151,10 @@ def draw(rows, path):
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     size = "small" if args.small else "full"
-    path = RESULTS / f"google_vs_nvidia_{size}.csv"
+    path = Path(__file__).with_name(f"google_vs_nvidia_{size}.csv")
     if not args.report:
-        about = {"size": size, "versions": report.installed_versions(), "hardware": machine()["hardware"]}
+        about = {"versions": installed_versions("torch", "jax", "brax"), "hardware": machine()["hardware"]}
         rows = [about | row for row in train_all(args, SMALL if args.small else FULL)]
-        rows = [{name: row[name] for name in FIELDS} for row in rows]
         done = {(row["update"], str(row["seed"])) for row in rows}
         # What this call was not about stays.
         kept = [row for row in read_csv(path) if (row["update"], row["seed"]) not in done]
@@ -166,7 +163,10 @@ def main():
     if set(Args.updates) <= {row["update"] for row in rows}:
         print(table(rows), end="\n\n")
     print(table_of_differences(rows))
-    draw(rows, path.with_suffix(".png"))
+    picture = Path(args.runs_dir) / f"{path.stem}.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(rows, picture)
+    print(f"\n{picture}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ Answer (results/learning.csv, five seeds each, before the scripts were rebuilt):
 HalfCheetah 2,484, CleanRL 2,035. CartPole 500, CleanRL 490.
 
 PATH is a checkout of CleanRL, as for speed.py. A run's figure is the mean raw return of its last 100 training episodes,
-read from its TensorBoard events. Rows are written to results/learning.csv as runs finish. A run that has its row is not
-repeated. The file has rows of "ppo_continuous before" and "ppo_discrete before" too: the scripts before the work on
-their speed (commit a7b3e2c) learned the same, to the last digit.
+read from its TensorBoard events. Rows are written to results/learning.csv as runs finish; docs/results.md has them. A
+run that has its row is not repeated.
 """
 
 import dataclasses
@@ -22,9 +21,9 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import numpy as np
-import report
 import tyro
-from report import RESULTS
+from report import RESULTS, learning_table
+from run_folder import read_csv, write_rows
 from speed import make_cases, one_thread, versions_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -71,7 +70,7 @@ def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     args.cleanrl = args.cleanrl and args.cleanrl.absolute()
     path = RESULTS / "learning.csv"
-    rows = [] if args.steps else report.read_csv(path)
+    rows = [] if args.steps else read_csv(path)
     done = {(row["case"], row["contestant"], int(row["seed"])) for row in rows}
     jobs = {key: command for key, command in make_jobs(args).items() if key not in done}
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -80,8 +79,8 @@ def main():
             row = {"case": case, "contestant": name, "seed": seed, "steps": args.steps or STEPS[case]}
             rows.append(row | {"last_100_mean": f"{figure:.1f}", "versions": versions_of(command[0])})
             if not args.steps:
-                report.write_rows(path, FIELDS, rows)
-    print("\n".join(report.learning_table(rows)))
+                write_rows(path, FIELDS, rows)
+    print("\n".join(learning_table(rows)))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
     python ppo_continuous.py --env-id HalfCheetah-v4 --total-timesteps 300000 --runs-dir runs/metrics
     python ppo_discrete.py --env-id CartPole-v1 --runs-dir runs/metrics
-    python benchmark/studies/metrics.py runs/metrics/*    # writes results/metrics.csv
+    python benchmark/studies/metrics.py runs/metrics/*    # writes metrics.csv
 
-Answer (results/metrics.csv, one run each): while the return rises, approx_kl is 0.003 to 0.014 and clipfrac is 0.03 to
+Answer (metrics.csv, one run each): while the return rises, approx_kl is 0.003 to 0.014 and clipfrac is 0.03 to
 0.21 (5% and 95% of the iterations). On CartPole, once it is solved, both fall to nearly 0, and explained_variance falls
 below 0: there the returns hardly differ.
 
 A row has the quantiles of one metric over the iterations of one part of a run: its first tenth, the middle, its last
-tenth. docs/metrics.md has the healthy ranges. tests/test_notes.py holds that they contain these quantiles.
+tenth. docs/metrics.md has healthy ranges that contain these quantiles.
 """
 
 import sys
@@ -18,8 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import numpy as np
-import report
-from report import RESULTS
+from run_folder import summarise, write_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PARTS = {"first tenth": (0, 0.1), "middle": (0.1, 0.9), "last tenth": (0.9, 1)}
@@ -29,7 +28,7 @@ FIELDS = ["script", "env_id", "seed", "steps", "settings", "key", "part", "value
 
 def rows_of(run_dir):
     """The rows of a finished run: every metric, part by part."""
-    summary = report.summarise(run_dir)
+    summary = summarise(run_dir)
     if summary is None:
         raise SystemExit(f"metrics.py: error: {run_dir} is not the folder of a finished run")
     about = {name: summary[name] for name in ("script", "env_id", "seed", "versions")}
@@ -49,8 +48,9 @@ def main():
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
     rows = [row for path in sys.argv[1:] if (Path(path) / "args.json").is_file() for row in rows_of(Path(path))]
-    report.write_rows(RESULTS / "metrics.csv", FIELDS, rows)
-    print(f"{len(rows)} rows -> {RESULTS / 'metrics.csv'}")
+    path = Path(__file__).with_suffix(".csv")
+    write_rows(path, FIELDS, rows)
+    print(f"{len(rows)} rows -> {path}")
 
 
 if __name__ == "__main__":

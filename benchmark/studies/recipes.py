@@ -4,7 +4,7 @@
     python benchmark/studies/recipes.py gsde dual_clip    # these; a run that has its row is not repeated
     python benchmark/studies/recipes.py --write           # Result lines of recipes/*.diff, and their table
 
-Answer (results/recipes.csv): recipes/README.md has it, recipe by recipe. Three seeds show that a recipe learns, and
+Answer (recipes.csv): recipes/README.md has it, recipe by recipe. Three seeds show that a recipe learns, and
 large effects. They do not show small ones: seeds of one setting of HalfCheetah differ by 2,500.
 
 A run's figure is the mean raw return of its last 100 training episodes. The script as it is runs with the same flags.
@@ -22,12 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import numpy as np
-import report
 import tyro
-from report import RESULTS, ROOT
-from run import machine
+from run_folder import ROOT, last_step, machine, read_csv, write_rows
 from speed import one_thread
 
+TABLE = Path(__file__).with_suffix(".csv")
 FIELDS = ["recipe", "script", "env_id", "seed", "flags", "steps", "last_100_mean", "versions", "commit", "hardware"]
 # Recipe: the script, the flags of both runs, the flags of the recipe alone.
 CASES = dict.fromkeys(
@@ -69,12 +68,12 @@ def train(job):
         ]
         subprocess.run(command, cwd=ROOT, env=one_thread(), check=True, capture_output=True)
         (run_dir,) = Path(folder, "runs").iterdir()
-        episodes = report.read_csv(run_dir / "episodes.csv")
-        steps = report.last_step(run_dir)
+        episodes = read_csv(run_dir / "episodes.csv")
+        steps = last_step(run_dir)
     figure = np.mean([float(row["episodic_return"]) for row in episodes[-100:]])
     env_id, rest = re.fullmatch(r"--env-id (\S+) ?(.*)", flags).groups()
     row = {"recipe": recipe, "script": script, "env_id": env_id, "seed": seed, "flags": rest, "steps": steps}
-    return row | {"last_100_mean": f"{figure:.6g}", "versions": report.installed_versions()} | machine()
+    return row | {"last_100_mean": f"{figure:.6g}"} | machine()
 
 
 def key(row):
@@ -123,8 +122,7 @@ def write_results(rows):
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    path = RESULTS / "recipes.csv"
-    rows = report.read_csv(path)
+    rows = read_csv(TABLE)
     if args.write:
         return write_results(rows)
     done = {key(row) for row in rows}
@@ -134,7 +132,7 @@ def main():
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(train, [job for job in jobs if job not in done]):
             rows.append(row)
-            report.write_rows(path, FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
+            write_rows(TABLE, FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
             print(row["recipe"] or row["script"], row["env_id"], row["seed"], row["last_100_mean"], flush=True)
 
 

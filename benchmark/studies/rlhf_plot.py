@@ -3,10 +3,10 @@
     for seed in 1 2 3; do for kl_coef in 0.1 0; do
         OMP_NUM_THREADS=1 python variants/ppo_rlhf.py --seed $seed --kl-coef $kl_coef --runs-dir runs/rlhf
     done; done
-    python benchmark/studies/rlhf_plot.py collect runs/rlhf    # writes results/rlhf.csv and results/rlhf_curves.csv
-    python benchmark/studies/rlhf_plot.py draw                 # results/rlhf_curves.csv -> docs/pictures/rlhf.png
+    python benchmark/studies/rlhf_plot.py collect runs/rlhf    # writes rlhf_plot.csv
+    python benchmark/studies/rlhf_plot.py draw                 # rlhf_plot.csv -> docs/pictures/rlhf.svg
 
-Answer (results/rlhf.csv, the built-in task, three seeds each): yes. With the penalty the task score ends at 0.944
+Answer (rlhf_plot.csv, the built-in task, three seeds each): yes. With the penalty the task score ends at 0.944
 to 0.959. Without it the reward is as high, and the task score ends at 0.000.
 
 How fast it trains a model of GPT-2's size is open. This makes random models of that size, without a download, and the
@@ -17,7 +17,6 @@ second command trains them:
         --response-length 128 --batch-size 64 --num-minibatches 4 --total-episodes 640
 """
 
-import csv
 import json
 import random
 import sys
@@ -27,11 +26,10 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
-import report
-from report import PICTURES, RESULTS, write_rows
-from run import machine
+from report import PICTURES, save_figure
+from run_folder import read_csv, write_rows
 
-report.PACKAGES = ("torch", "transformers")
+TABLE = Path(__file__).with_suffix(".csv")
 EVERY = 4  # iterations in a point of a curve
 LAST = 10  # iterations that count as the end of a run
 KL_BOUND = 2.0  # nats per answer, what ppo_rlhf.py promises for its defaults
@@ -43,30 +41,24 @@ PANELS = {
 
 
 def collect(runs_dir):
-    """One row for every run, and one for every few of its iterations."""
-    runs, curves = [], []
+    """A row for every few iterations of every run."""
+    rows = []
     for path in sorted(Path(runs_dir).glob("*/metrics.csv")):
         args = json.loads((path.parent / "args.json").read_text())
-        with open(path) as file:
-            table = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        table = [{name: float(value) for name, value in row.items()} for row in read_csv(path)]
         if not table or args["model"] is not None:  # stopped in its first iteration; or another task, without its score
             continue
         columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
         setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
-        first_good = next((row["global_step"] for row in table if row["charts/task_score"] >= 0.9), "")
-        run = setting | {"global_step": int(table[-1]["global_step"]), "seconds": round(table[-1]["seconds"])}
-        for name, values in columns.items():
-            run[f"{name}_at_start"], run[name] = round(values[0], 3), round(mean(values[-LAST:]), 3)
-        run |= {"highest_kl": round(max(columns["kl"]), 2), "task_score_of_0.9_at": first_good and int(first_good)}
-        runs.append(run | machine() | {"versions": report.installed_versions()})
+        ends = ", ".join(f"{name} {values[0]:.3f} to {mean(values[-LAST:]):.3f}" for name, values in columns.items())
+        print(", ".join(f"{name} {value}" for name, value in setting.items()) + f": {ends}")
         for i in range(0, len(table), EVERY):
             point = {name: round(mean(values[i : i + EVERY]), 3) for name, values in columns.items()}
-            curves.append(setting | {"global_step": int(table[i]["global_step"])} | point)
-    if not runs:
+            rows.append(setting | {"global_step": int(table[i]["global_step"])} | point)
+    if not rows:
         raise SystemExit(f"rlhf_plot.py: error: {runs_dir} has no run of ppo_rlhf.py's built-in task")
-    for name, rows in (("rlhf", runs), ("rlhf_curves", curves)):
-        rows.sort(key=lambda row: (-row["kl_coef"], row["seed"]))
-        write_rows(RESULTS / f"{name}.csv", list(rows[0]), rows)
+    rows.sort(key=lambda row: (-row["kl_coef"], row["seed"]))
+    write_rows(TABLE, list(rows[0]), rows)
 
 
 def draw():
@@ -75,8 +67,7 @@ def draw():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with open(RESULTS / "rlhf_curves.csv") as file:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    rows = [{name: float(value) for name, value in row.items()} for row in read_csv(TABLE)]
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     for (name, title), axis in zip(PANELS.items(), axes):
         for color, (kl_coef, of_setting) in enumerate(groupby(rows, key=lambda row: row["kl_coef"])):
@@ -93,7 +84,7 @@ def draw():
     axes[2].axhline(KL_BOUND, color="0.4", linestyle="--", linewidth=1)
     axes[1].axhline(0.9, color="0.4", linestyle="--", linewidth=1)
     axes[0].legend(fontsize=8)
-    figure.savefig(PICTURES / "rlhf.png", dpi=110)
+    save_figure(figure, PICTURES / "rlhf.svg")
 
 
 def make_gpt2(folder):

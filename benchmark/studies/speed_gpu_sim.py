@@ -4,14 +4,13 @@
     python benchmark/studies/speed_gpu_sim.py brax       # beside Brax's own PPO in JAX, on brax/ant
     python benchmark/studies/speed_gpu_sim.py learner --num-envs 256 --iterations 5     # a small size, for a CPU
 
-Answer (results/speed_gpu_sim.csv, the last command, three repeats): 12,680 on one CPU thread, 1.31 times rsl_rl's
+Answer (speed_gpu_sim.csv, the last command, three repeats): 12,680 on one CPU thread, 1.31 times rsl_rl's
 9,650. The other two need a GPU and have not been run.
 
 Both sides have the same networks, batch, minibatches and epochs, and take turns. Their first iterations, in which
-things are compiled, are not timed. The script uses the GPU where there is one. Rows go to results/speed_gpu_sim.csv.
+things are compiled, are not timed. The script uses the GPU where there is one. Rows go to speed_gpu_sim.csv.
 """
 
-import csv
 import dataclasses
 import os
 import statistics
@@ -28,13 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "variants"))
 
 import gymnasium as gym
 import ppo_gpu_sim as ppo
-import report
 import torch
 import tyro
-from report import RESULTS, write_rows
-from run import machine
+from run_folder import installed_versions, machine, read_csv, write_rows
 
-report.PACKAGES = ("torch", "jax", "brax", "rsl-rl-lib")
 FIELDS = ["case", "num_envs", "num_steps", "ours", "theirs", "ratio", "repeats", "threads", "versions", "hardware"]
 
 
@@ -174,11 +170,10 @@ def main():
     print(f"{args.case}: {ours:,.0f} steps/s, theirs {theirs:,.0f}, ratio {ratio:.2f} (turns: {turns})")
     row = {"case": args.case, "num_envs": args.num_envs, "num_steps": 24 if args.case == "learner" else 80}
     row |= {"ours": round(ours), "theirs": round(theirs), "ratio": round(ratio, 2), "repeats": args.repeats}
-    row |= {"threads": torch.get_num_threads(), "versions": report.installed_versions()}
+    row |= {"threads": torch.get_num_threads(), "versions": installed_versions("torch", "jax", "brax", "rsl-rl-lib")}
     row |= {"hardware": machine()["hardware"]}
-    path = RESULTS / "speed_gpu_sim.csv"
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
-    write_rows(path, FIELDS, [*rows, row])
+    path = Path(__file__).with_suffix(".csv")
+    write_rows(path, FIELDS, [*read_csv(path), row])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""What a run folder holds: arguments, episodes, checkpoint -> a row of figures. For run.py, report.py and tune.py."""
+
+import contextlib
+import csv
+import dataclasses
+import importlib
+import json
+import platform
+import re
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
+FIELDS += ["episodes", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
+# Arguments that say where and how a run went, not what it did.
+WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "resume", "compile"}
+WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
+# Solved: this mean return over 100 episodes. The name without the module that registers the task.
+SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
+SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
+CURVE_POINTS = 25
+
+
+def read_csv(path):
+    if not path.exists():
+        return []
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path, fields, rows):
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def load_script(name):
+    """One of the repository's scripts, as a module."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return importlib.import_module(name)
+
+
+def installed_versions(*packages):
+    """Text: the version of Python, and of those of the packages that are installed."""
+    found = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
+    packages = packages or ("torch", "gymnasium", "mujoco", "ale-py")
+    return " ".join(
+        [f"python {platform.python_version()}", *(f"{name} {found[name]}" for name in packages if name in found)]
+    )
+
+
+VERSIONS = installed_versions()
+
+
+def machine():
+    """What a result depends on besides its arguments."""
+    commit = ""
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        commit = git.stdout.strip()
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    hardware = model[1] if model else platform.processor()
+    hardware += ", " + torch.backends.cpu.get_cpu_capability()  # AVX2 and AVX512 round differently
+    if torch.cuda.is_available():
+        hardware += ", " + torch.cuda.get_device_name()
+    return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
+
+
+def script_of(run_dir):
+    """Name of the script whose copy is in a run folder, None where there is none, or more than one."""
+    scripts = [re.sub(r"^v\d+_", "", path.stem) for path in run_dir.glob("*ppo_*.py")]
+    return scripts[0] if len(scripts) == 1 else None
+
+
+def last_step(run_dir):
+    """The global step at which the last episode of a run folder ended; 0 without episodes."""
+    *_, last = (run_dir / "episodes.csv").read_text().splitlines()[1:] or [""]
+    return int(last.split(",")[0]) if last.count(",") == 3 else 0
+
+
+def is_finished(run_dir):
+    """Whether the checkpoint of a run folder is that of its last iteration."""
+    if not (run_dir / "checkpoint.pt").is_file():
+        return False
+    args = json.loads((run_dir / "args.json").read_text())
+    batch_size = args["num_envs"] * args["num_steps"]
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    return checkpoint["global_step"] >= args["total_timesteps"] // batch_size * batch_size
+
+
+def defaults_of(script, env_id):
+    """The default arguments of a script, as args.json has them."""
+    module = load_script(script)
+    atari = hasattr(module, "is_atari") and module.is_atari(env_id)
+    defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
+    return json.loads(json.dumps(defaults))  # tuples as lists
+
+
+def rolling_mean(returns, window=100):
+    """Mean of the last `window` numbers up to each one, of fewer at the beginning."""
+    sums = np.concatenate([[0.0], np.cumsum(returns)])
+    first = np.maximum(np.arange(len(returns)) + 1 - window, 0)
+    return (sums[1:] - sums[first]) / (np.arange(len(returns)) + 1 - first)
+
+
+def curve(run_dir, global_step, points=CURVE_POINTS):
+    """[(step, seconds, mean return of the last 100 episodes)] at even steps of a run, from the first that has an
+    episode behind it; between the ends of episodes on straight lines."""
+    episodes = read_csv(run_dir / "episodes.csv")
+    steps = np.array([int(row["global_step"]) for row in episodes])
+    last = np.flatnonzero(np.diff(steps, append=np.inf))  # where environments end in the same step, the last of them
+    means = rolling_mean([float(row["episodic_return"]) for row in episodes])
+    seconds = np.array([float(row["seconds"]) for row in episodes])
+    grid = np.linspace(0, global_step, points + 1)[1:]
+    grid = grid[grid >= steps[0]]
+    return [(round(at), *(np.interp(at, steps[last], y[last]) for y in (seconds, means))) for at in grid]
+
+
+def summarise(run_dir):
+    """The CSV row of a run folder, or None where the run has not finished or no episode has. `flags` are the arguments
+    that differ from the script's defaults, `curve` the returns at the last of CURVE_POINTS even steps."""
+    episodes = read_csv(run_dir / "episodes.csv")
+    if not episodes or not is_finished(run_dir):
+        return None
+    args, script = json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
+    defaults = defaults_of(script, args["env_id"])
+    changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    means = rolling_mean([float(row["episodic_return"]) for row in episodes])
+    whole = min(100, len(means)) - 1  # the first mean of 100 episodes, of all where there are fewer
+    solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"].split(":")[-1], np.inf))
+    record = run_dir / "benchmark.json"
+    record = json.loads(record.read_text()) if record.exists() else {"versions": VERSIONS}
+    return {
+        "script": script,
+        "env_id": args["env_id"],
+        "exp_name": args["exp_name"],
+        "seed": args["seed"],
+        "global_step": checkpoint["global_step"],
+        "last_100_mean": f"{means[-1]:.6g}",
+        "best_100_mean": f"{means[whole:].max():.6g}",
+        "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
+        "episodes": len(episodes),
+        "seconds": f"{checkpoint['seconds']:.0f}",
+        "solved_at": episodes[99 + solved[0]]["global_step"] if len(solved) else "",
+        "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
+        "versions": record["versions"],
+        "commit": record.get("commit", ""),
+        "hardware": record.get("hardware", ""),
+        "curve": " ".join(f"{mean:.4g}" for _, _, mean in curve(run_dir, checkpoint["global_step"])),
+    }

@@ -1,0 +1,211 @@
+"""benchmark/report.py: its tables and pictures are of what the runs did."""
+
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, run
+
+import ppo_discrete
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import compare
+import report
+import run_folder
+
+RESULTS = ROOT / "benchmark" / "results"
+FIGURES = {"evaluation": 12.5, "commit": "0123abc", "versions": "torch 9", "hardware": "a processor"}  # as run.py's
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder in place of benchmark/results/ and of docs/pictures/."""
+    for name in ("RESULTS", "PICTURES"):
+        monkeypatch.setattr(report, name, tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+@pytest.fixture(scope="module")
+def finished_runs(tmp_path_factory):
+    """Folders of two runs of CartPole, seeds 1 and 2, with what benchmark/run.py adds."""
+    runs_dir, run_dirs = tmp_path_factory.mktemp("runs"), []
+    small = {"env_id": "CartPole-v1", "total_timesteps": 4096, "update_epochs": 1, "compile": False}
+    for seed in (1, 2):
+        _, run_dir = ppo_discrete.train(ppo_discrete.Args(seed=seed, runs_dir=str(runs_dir), **small))
+        (run_dir / "benchmark.json").write_text(json.dumps(FIGURES))
+        run_dirs.append(run_dir)
+    return run_dirs
+
+
+@pytest.fixture
+def run_dir(finished_runs, tmp_path):
+    """A copy of the run of seed 1, in the folder of the test."""
+    return shutil.copytree(finished_runs[0], tmp_path / finished_runs[0].name)
+
+
+def write_episodes(run_dir, *episodes):
+    """episodes.csv with these (step, return)"""
+    rows = "".join(f"{step},{value},{value},1.0\n" for step, value in episodes)
+    (run_dir / "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n" + rows)
+
+
+def test_row_of_a_run(run_dir, tmp_path):
+    """The mean of its last 100 episodes, the flags that are not default, its curve; nothing for an unfinished run."""
+    episodes = report.read_csv(run_dir / "episodes.csv")
+    returns = [float(row["episodic_return"]) for row in episodes]
+    row = report.summarise(run_dir)
+    assert len(returns) > 100 and row["episodes"] == len(returns)
+    assert float(row["last_100_mean"]) == pytest.approx(np.mean(returns[-100:]), abs=0.05)
+    hundreds = [np.mean(returns[i : i + 100]) for i in range(len(returns) - 99)]
+    assert float(row["best_100_mean"]) == pytest.approx(max(hundreds), abs=0.05)
+    assert row["flags"] == "--total-timesteps=4096 --update-epochs=1"
+    assert {name: row[name] for name in FIGURES} == {name: str(value) for name, value in FIGURES.items()}
+
+    points = run_folder.curve(run_dir, row["global_step"])
+    step, _, mean = points[-1]
+    assert (step, mean) == (4096, pytest.approx(np.mean(returns[-100:])))
+    early = [float(row["episodic_return"]) for row in episodes if int(row["global_step"]) <= 1024]
+    before = max(int(row["global_step"]) for row in episodes if int(row["global_step"]) <= 1024)
+    at = {step: mean for step, _, mean in points}
+    assert len(early) < 100 and before > 950 and at[983] == pytest.approx(np.mean(early), rel=0.15)
+    np.testing.assert_allclose([float(x) for x in row["curve"].split()], [mean for *_, mean in points], rtol=1e-3)
+
+    (run_dir / "checkpoint.pt").rename(tmp_path / "checkpoint.pt")
+    assert report.summarise(run_dir) is None
+
+
+def test_publish_keeps_other_runs(finished_runs, run_dir, results, capsys):
+    """A run of the same settings and seed takes the place of the one before, another one does not."""
+    for paths in ([run_dir], [finished_runs[1]], [run_dir, results / "logs"]):
+        report.write_csv("classic", paths)
+    assert "It has 2 now, of commits 0123abc" in capsys.readouterr().out
+    assert [row["seed"] for row in report.read_csv(results / "classic.csv")] == ["1", "2"]
+    for name, paths in (("mujoco", finished_runs), ("classic", [run_dir.parent])):
+        with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+            report.write_csv(name, paths)  # none of its tasks; the folder of the folders
+    args = json.loads((run_dir / "args.json").read_text())
+    (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "tune-0123abcd"}))
+    with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+        report.write_csv("classic", [run_dir])  # a trial of a search
+
+
+def test_table_and_picture_of_a_suite(finished_runs, results):
+    """What docs/results.md gets is what the runs did, beside the published figure."""
+    report.write_csv("classic", finished_runs)
+    report.draw_suite("classic")
+    values = [float(row["last_100_mean"]) for row in report.read_csv(results / "classic.csv")]
+    (line,) = (line for line in report.suite_table("classic") if "CartPole-v1" in line)
+    low, high = sorted(values)
+    assert f"{np.mean(values):.1f} | {low:.1f} to {high:.1f} | 2 | 12.5 |" in line
+    assert "490.0 at 500,000 | 500.0† at 100,000" in line
+    picture = (results / "classic.svg").read_text()
+    for text in ("CartPole-v1 (2 runs)", "steps (thousands)", "ppo_discrete.py", "highest PPO found"):
+        assert f">{text}</text>" in picture
+
+
+def test_report_of_any_runs(finished_runs, tmp_path, main):
+    """Without --publish the tables and curves go into a folder of the user's, and nothing in the repository changes."""
+    before = {path: path.read_bytes() for path in [*RESULTS.iterdir(), ROOT / "README.md"]}
+    done = main(report, *finished_runs, "--out", tmp_path / "mine")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert names == {"runs.csv", "runs.md", "runs.png", "runs_time.png"}
+    (line,) = (line for line in (tmp_path / "mine" / "runs.md").read_text().splitlines() if "CartPole-v1" in line)
+    assert "| 2 |" in line and line in done.stdout
+    for name in ("runs.png", "runs_time.png"):
+        picture = (tmp_path / "mine" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert "error: name run folders" in main(report).returncode
+
+
+def test_pages_have_the_tables_of_the_results():
+    """No figure between the markers of README and of docs/results.md is older than results/, or written by hand."""
+    pages = report.make_pages()
+    assert [path.name for path in pages] == ["README.md", "results.md"]
+    assert pages == {path: path.read_text() for path in pages}
+    rows = [f"| {name}-v4 " for name in ("HalfCheetah", "Humanoid", "InvertedDoublePendulum")]
+    for path, text in pages.items():
+        assert all(row in text for row in rows)
+        blocks = {name: ["1 | 2"] for name in re.findall(r"<!-- end of (\S+) -->", text)}
+        emptied = report.fill_page(text, blocks)
+        assert emptied.count("1 | 2") == len(blocks) and "| HalfCheetah" not in emptied, path
+
+
+def test_solved_where_a_module_registers_the_task(run_dir):
+    """`solved_at` is the step of the first episode with which a hundred have the mean that solves the task."""
+    args = json.loads((run_dir / "args.json").read_text()) | {"env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
+    (run_dir / "args.json").write_text(json.dumps(args))
+    write_episodes(run_dir, *((8 * i, 400 if i < 100 else 500) for i in range(200)))
+    row = report.summarise(run_dir)
+    assert row["solved_at"] == str(8 * 174)  # 25 of 400, 75 of 500
+    assert "| 1392 |" in report.settings_table([{name: str(value) for name, value in row.items()}])[-1]
+
+
+def test_runs_of_few_episodes(run_dir, results):
+    """Two good episodes solve nothing, and the table says how few they are."""
+    write_episodes(run_dir, (1000, 500), (1004, 500))
+    report.write_csv("classic", [run_dir])
+    (row,) = report.read_csv(results / "classic.csv")
+    assert (row["last_100_mean"], row["solved_at"]) == ("500", "")
+    assert "CartPole-v1, `ppo_discrete.py --update-epochs=1` (of 2 episodes)" in "".join(report.suite_table("classic"))
+
+
+def test_summary_is_of_whole_runs_with_default_settings(results):
+    """What other settings or fewer steps make of a task gets a row, but does not count in the means over tasks."""
+    shutil.copytree(RESULTS, results, dirs_exist_ok=True)
+    rows = [row for row in report.read_csv(RESULTS / "mujoco.csv") if row["env_id"] in ("Hopper-v4", "Ant-v4")]
+    slow = [row | {"flags": "--learning-rate=0.0001", "last_100_mean": "0"} for row in rows]
+    short = {"flags": "--total-timesteps=20000", "global_step": "20000", "last_100_mean": "0"}
+    tables = []
+    for more in ([], slow + [row | short for row in rows]):
+        report.write_rows(results / "mujoco.csv", report.FIELDS, rows + more)
+        tables.append(report.suite_table("mujoco"))
+    (summary,) = (line for line in tables[0] if line.startswith("On a scale from random actions"))
+    assert summary in tables[1] and sum("learning-rate" in line for line in tables[1]) == 2
+
+
+def test_a_seed_counts_once(results):
+    rows = report.read_csv(RESULTS / "mujoco.csv")
+    report.write_rows(results / "mujoco.csv", report.FIELDS, [*rows, rows[0]])
+    with pytest.raises(SystemExit, match="has a seed twice for Ant-v4"):
+        report.suite_table("mujoco")
+
+
+def test_intervals():
+    """Of normal scores the interval is mean +- 1.96 standard errors, within each task; outliers do not move the IQM."""
+    scores = [np.random.default_rng(i).normal(10 * i, 1, 100) for i in range(2)]
+    low, high = report.bootstrap_interval(scores, lambda tasks: np.mean([task.mean() for task in tasks]))
+    assert (high - low) / 2 == pytest.approx(1.96 / 200**0.5, rel=0.1)
+    low, high = report.mean_interval(scores[0])
+    assert (high - low) / 2 == pytest.approx(1.96 / 100**0.5, rel=0.1)
+    assert report.interquartile_mean([np.array([0, 1, 2, 1e6]), np.array([-1e6, 1, 2, 3])]) == 1.5
+
+
+@pytest.mark.parametrize("tool, package", [("report", "matplotlib"), ("tune", "optuna")])
+def test_tools_need_more_requirements(tmp_path, tool, package):
+    """Of benchmark/requirements.txt; where they are missing one line says so."""
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package}')")
+    finished = run(f"benchmark/{tool}", "--publish=readme", PYTHONPATH=str(tmp_path))
+    message = f"{tool}.py: error: no {package}: python -m pip install -r benchmark/requirements.txt\n"
+    assert (finished.returncode, finished.stderr) == (1, message)
+
+
+def test_compare_two_files_of_results(tmp_path, capsys):
+    """Means of both, and an interval of the difference that holds 0 where nothing has changed."""
+    rows = [row for row in report.read_csv(RESULTS / "mujoco.csv") if row["env_id"] == "Hopper-v4"]
+    other = [row | {"last_100_mean": float(row["last_100_mean"]) + 3000} for row in rows]
+    report.write_rows(tmp_path / "one.csv", report.FIELDS, rows)
+    report.write_rows(tmp_path / "other.csv", report.FIELDS, other)
+    ends = []
+    for name in ("one.csv", "other.csv"):
+        compare.main(tmp_path / "one.csv", tmp_path / name)
+        line = capsys.readouterr().out.splitlines()[-1]
+        *means, low, high = re.fullmatch(r"Hopper-v4 +16 +16 +(\S+) +(\S+) +(\S+) to (\S+)", line).groups()
+        ends.append((float(means[1]) - float(means[0]), float(low), float(high)))
+    assert ends[0][0] == 0 and ends[0][1] < 0 < ends[0][2]
+    assert ends[1][0] == pytest.approx(3000, abs=0.2) and 0 < ends[1][1] < 3000 < ends[1][2]

@@ -1,0 +1,219 @@
+"""benchmark/run.py: suites of runs that are stopped, killed and shared, and end all the same."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+import ppo_discrete
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import run as suites
+import run_folder
+
+QUICK = ["--no-compile", "--update-epochs=1", "--checkpoint-interval=1"]  # for the script
+
+
+def words_of(runs_dir, *words, steps=4096):
+    """The command line of a suite of CartPole."""
+    return [
+        *("--suite=classic", "--tasks=CartPole-v1", "--eval-episodes=1", f"--runs-dir={runs_dir}"),
+        *(*words, f"--total-timesteps={steps}", "--", *QUICK),
+    ]
+
+
+def start_suite(*arguments, **named):
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *words_of(*arguments, **named)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, process):
+    for _ in range(120 * 50):
+        if result := condition():
+            return result
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise TimeoutError
+
+
+def run_dirs(runs_dir):
+    return sorted(path for path in runs_dir.iterdir() if path.name != "logs")
+
+
+def times_of(paths):
+    return {path: (path / "checkpoint.pt").stat().st_mtime_ns for path in paths}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The finished run of seed 1, not evaluated yet."""
+    (job,) = suites.make_jobs(suites.Args("classic", seeds=1, runs_dir=tmp_path, **ONE_RUN), QUICK)
+    _, run_dir = ppo_discrete.train(job.parsed)
+    return run_dir
+
+
+ONE_RUN = {"tasks": ("CartPole-v1",), "total_timesteps": 4096}
+
+
+def test_suite_goes_on(tmp_path, main, monkeypatch):
+    """A run is killed with its run.py. Started again, here on a machine without git, it resumes in its own folder; once
+    more, and nothing is trained."""
+    process = start_suite(tmp_path, "--seeds=1", steps=20_000)
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")), process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    process.kill()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    process.wait()
+    (killed,) = run_dirs(tmp_path)
+    assert run_folder.summarise(killed) is None
+
+    monkeypatch.setenv("PATH", "")
+    words = words_of(tmp_path, "--seeds=1", steps=20_000)
+    assert "1 of 1 runs have finished" in main(suites, *words).stdout
+    assert run_dirs(tmp_path) == [killed]
+    row = run_folder.summarise(killed)
+    assert (row["global_step"], row["commit"]) == (18_432, "") and "torch" in row["versions"] and row["evaluation"]
+
+    before = times_of([killed])
+    assert "1 of 1 runs have finished" in main(suites, *words).stdout
+    assert times_of(run_dirs(tmp_path)) == before
+
+
+def test_suite_stops_and_waits_for_orphans(tmp_path, main):
+    """SIGTERM: the runs are saved. A suite beside the orphan of another waits for it, and trains nothing twice."""
+    words = words_of(tmp_path, "--seeds=1", steps=40_000)
+
+    def stop_when_saved():
+        while not list(tmp_path.glob("*/checkpoint.pt")):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_saved, daemon=True).start()
+    done = main(suites, *words)
+    assert "the same command goes on" in done.stderr and done.returncode == 130
+    (run_dir,) = run_dirs(tmp_path)
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "stopped; go on with --resume" in log.read_text()
+
+    process = start_suite(tmp_path, "--seeds=1", steps=40_000)
+    saved = times_of([run_dir])
+    wait_for(lambda: times_of([run_dir]) != saved, process)
+    process.kill()  # but not what it started
+    process.wait()
+    done = main(suites, *words)
+    assert "1 of 1 runs have finished" in done.stdout and run_dirs(tmp_path) == [run_dir]
+    assert log.read_text().count(", on cpu\n") == 2  # the run that was stopped and the orphan print this line once
+
+
+def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
+    """It is not repeated, unless the run has gone on since, or another number of episodes is wanted."""
+    record, commit = run_dir / "benchmark.json", "0123abc"
+
+    def evaluation(eval_episodes):
+        args = suites.Args("classic", seeds=1, eval_episodes=eval_episodes, runs_dir=tmp_path, **ONE_RUN)
+        (job,) = suites.make_jobs(args, QUICK)
+        assert suites.run_job(job)["evaluation"] == f"{json.loads(record.read_text())['evaluation']:.6g}"
+        return json.loads(record.read_text())
+
+    def claim(**facts):
+        record.write_text(json.dumps({"evaluation": -1.0, "commit": commit, "versions": ""} | facts))
+
+    claim(eval_episodes=1)
+    assert evaluation(eval_episodes=1)["evaluation"] == -1
+    found = evaluation(eval_episodes=2)
+    assert found["evaluation"] > 0 and found["eval_episodes"] == 2 and found["commit"] == commit
+    claim(eval_episodes=2)
+    after = record.stat().st_mtime + 10
+    os.utime(run_dir / "checkpoint.pt", (after, after))
+    found = evaluation(eval_episodes=2)
+    assert found["evaluation"] > 0 and found["commit"] != commit
+
+
+def test_suite_names_what_failed(run_dir, tmp_path, main):
+    """The others finish; the exit status is 1; a flag that no run could take is refused before the first one."""
+    torch.save({"global_step": 0}, run_dir / "checkpoint.pt")  # an unfinished run, as far as run.py can see
+    words = words_of(tmp_path, "--seeds=2")
+    for flag in ("--num-minibatches=7", "--no-such-flag=1"):
+        assert main(suites, *words, flag).returncode == 2
+    for flag in ("--seed=7", "--runs-dir=elsewhere"):
+        assert "are what run.py gives each run" in main(suites, *words, flag).returncode
+    assert run_dirs(tmp_path) == [run_dir]
+    finished = main(suites, *words)
+    assert finished.returncode == 1 and "1 of 2 runs have finished" in finished.stdout
+    assert re.search("failed: ppo_discrete CartPole-v1 seed 1: .*is missing, damaged.*exit status 2", finished.stderr)
+    (other,) = {*run_dirs(tmp_path)} - {run_dir}
+    assert run_folder.summarise(other)["seed"] == 2
+
+
+@pytest.mark.parametrize("suite", suites.SUITES)
+def test_scripts_take_the_flags_of_every_suite(suite):
+    jobs = [str(job) for job in suites.make_jobs(suites.Args(suite, seeds=1))]
+    assert len(jobs) == len(suites.SUITES[suite]) == len(set(jobs))
+
+
+def test_shards_are_the_whole():
+    """Each run is in exactly one of them."""
+    whole = [str(job) for job in suites.make_jobs(suites.Args("memory", seeds=2))]
+    parts = [str(job) for i in (1, 2, 3) for job in suites.make_jobs(suites.Args("memory", seeds=2, shard=f"{i}/3"))]
+    assert len(whole) == 2 * len(suites.SUITES["memory"]) == len(set(whole)) and sorted(parts) == sorted(whole)
+    for shard in ("0/3", "4/3", "3", "a/b"):
+        with pytest.raises(SystemExit, match="shard"):
+            suites.make_jobs(suites.Args("memory", shard=shard))
+
+
+def test_tuned_settings_are_those_of_the_file():
+    """Tasks of tuned.yaml have its flags, others those of the suite; flags after -- come last; the name says tuned."""
+    tuned = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True), ["--gamma=0.5"])
+    plain = {job.env_id: job for job in suites.make_jobs(suites.Args("mujoco", seeds=1), ["--gamma=0.5"])}
+    assert [job.env_id for job in tuned] == [*plain] and plain.keys() > set(suites.TUNED)
+    for job in tuned:
+        script = suites.load_script(job.script)
+        wanted = vars(script.parse_args([*suites.TUNED.get(job.env_id, "").split(), "--gamma=0.5"]))
+        other = suites.WHERE_AND_HOW
+        assert {k: v for k, v in vars(job.parsed).items() if k not in other} == {
+            k: v for k, v in wanted.items() if k not in other
+        }
+        assert job.parsed.exp_name == "tuned" and plain[job.env_id].parsed.exp_name == "ppo_continuous"
+        if job.env_id in suites.TUNED:
+            assert job.words != plain[job.env_id].words
+    (named,) = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True, tasks=("Ant-v4",), exp_name="mine"))
+    assert named.parsed.exp_name == "mine"
+
+
+def test_more_seeds_go_on_where_the_first_ended():
+    whole = suites.make_jobs(suites.Args("classic", seeds=5))
+    parts = [suites.make_jobs(suites.Args("classic", seeds=n, first_seed=first)) for first, n in ((1, 2), (3, 3))]
+    assert [str(job) for job in parts[0] + parts[1]] == [str(job) for job in whole]
+
+
+def test_suites_without_runs_are_refused():
+    for name in ("seeds", "first_seed", "jobs"):
+        with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
+            suites.make_jobs(suites.Args("classic", **{name: 0}))
+
+
+def test_ray_cluster_loses_a_node(tmp_path):
+    """Two nodes on this machine, one is killed in the middle: all runs finish, each in one folder."""
+    pytest.importorskip("ray", reason="ray is not installed (it is not in tests/requirements.txt)")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        process = start_suite(tmp_path, "--seeds=2", "--jobs=2", f"--ray={cluster.address}", steps=60_000)
+        wait_for(lambda: len(list(tmp_path.glob("*/checkpoint.pt"))) == 2, process)
+        cluster.remove_node(node, allow_graceful=False)
+        done = process.communicate(timeout=300)[0]
+    finally:
+        cluster.shutdown()
+    assert "2 of 2 runs have finished" in done, done
+    assert [run_folder.summarise(path)["global_step"] for path in run_dirs(tmp_path)] == [59_392] * 2

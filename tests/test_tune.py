@@ -1,0 +1,94 @@
+"""Searches for settings: benchmark/tune.py, and wandb's files in benchmark/sweeps/."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+import ppo_discrete
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import run_folder
+import tune
+
+SWEEPS = sorted((ROOT / "benchmark" / "sweeps").glob("*.yaml"))
+
+
+def test_search_lists_what_it_begins_with():
+    """A value that is missing in the list of its parameter ends the search when its trial begins."""
+    search = yaml.safe_load((ROOT / "benchmark" / "tuned_search.yaml").read_text())
+    settings = [setting for trials in search["begin_with"].values() for setting in trials]
+    assert settings and not [
+        (name, value)
+        for setting in settings
+        for name, value in setting.items()
+        if value not in search["parameters"][name]["values"]
+    ]
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweeps(path):
+    """Every end of every range, in the words that wandb's agent sends, is taken by the script; so are the default
+    settings, which the search begins with."""
+    sweep = yaml.safe_load(path.read_text())
+    script = run_folder.load_script(Path(sweep["program"]).stem)
+    assert path.stem == script.__name__ and sweep["metric"]["name"] == "charts/last_100_return"
+    specs = sweep["parameters"]
+    ends = {
+        name: spec.get("values") or [spec[key] for key in ("value", "min", "max") if key in spec]
+        for name, spec in specs.items()
+    }
+    for form in ("args", "args_no_equals"):
+        for i in range(max(map(len, ends.values()))):
+            chosen = {name: values[min(i, len(values) - 1)] for name, values in ends.items()}
+            args = script.parse_args(
+                create_sweep_command_args({"args": {k: {"value": v} for k, v in chosen.items()}})[form]
+            )
+            assert {name: getattr(args, name) for name in chosen} == chosen
+            script.check_args(args)
+    defaults = vars(script.Args())
+    for name, spec in specs.items():
+        if "values" in spec:
+            assert defaults[name] in spec["values"]
+        elif "min" in spec:
+            assert spec["min"] <= defaults[name] <= spec["max"]
+
+
+def test_tune(tmp_path, main):
+    """Two workers make one study; its first trial has the defaults, the second what the file begins with; a score is
+    the figure of the run; the same command has nothing left to do."""
+    small = yaml.safe_load((ROOT / "benchmark" / "sweeps" / "ppo_discrete.yaml").read_text())
+    small["parameters"] = {name: small["parameters"][name] for name in ("env_id", "gamma", "learning_rate")}
+    small["parameters"] |= {
+        "compile": {"value": False},
+        "update_epochs": {"value": 1},
+        "env_id": {"value": "CartPole-v1"},
+    }
+    small["begin_with"] = {"CartPole-v1": [{"gamma": 0.98}]}
+    (tmp_path / "sweep.yaml").write_text(yaml.dump(small))
+    runs_dir, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    words = [str(tmp_path / "sweep.yaml"), "--study=s", "--total-timesteps=2048", "--trials=2", "--seeds=1"]
+    beside = [sys.executable, str(ROOT / "benchmark" / "tune.py"), *words, f"--runs-dir={runs_dir}"]
+    with subprocess.Popen(beside) as worker:
+        assert "the best is" in main(tune, *words, f"--runs-dir={runs_dir}").stdout
+    assert worker.returncode == 0
+    rows = run_folder.read_csv(runs_dir / "s.csv")
+    complete = [row for row in rows if row["state"] == "COMPLETE"]
+    assert 2 <= len(complete) <= 3
+    assert not list(runs_dir.glob("*/benchmark.json"))  # nothing was evaluated: a score does not need it
+    default = ppo_discrete.Args()
+    begun = [(float(row["gamma"]), float(row["learning_rate"])) for row in rows[:2]]
+    assert begun == [(default.gamma, default.learning_rate), (0.98, default.learning_rate)]
+    for row in complete:
+        assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 101"]), rel=1e-3)
+    assert "began with other tasks" in main(tune, *words, f"--runs-dir={runs_dir}", "--seeds=2").returncode
+    # The same command has nothing left to do, nor has it on another machine that has the file of the study.
+    elsewhere.mkdir()
+    shutil.copy(runs_dir / "s.db", elsewhere)
+    assert "the best is" in main(tune, *words, f"--runs-dir={elsewhere}").stdout
+    assert run_folder.read_csv(elsewhere / "s.csv") == rows and not list(elsewhere.glob("CartPole*"))
