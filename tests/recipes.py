@@ -1,15 +1,33 @@
-"""A script with recipes applied to it, as a module."""
+"""What the tests of recipes/ share: scripts with recipes applied, small runs, agents, environments."""
 
+import csv
+import functools
 import importlib.util
+import math
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from conftest import ROOT
+import gymnasium as gym
+import numpy as np
+import torch
+from conftest import ROOT, SMALL
+
+from benchmark import self_play_envs
+
+FOLDERS = []  # removed when the tests end
+TEN = SMALL | {"total_timesteps": 640}  # ten iterations
 
 
-def with_recipes(folder, script, *names):
-    """What `git apply recipes/NAME.diff` makes of a script, in a folder of its own, imported."""
+@functools.cache
+def with_recipes(script, *names):
+    """What `git apply recipes/NAME.diff` makes of a script, in a folder of its own, imported once."""
+    if not names:
+        return importlib.import_module(script)
+    FOLDERS.append(tempfile.TemporaryDirectory())
+    folder = Path(FOLDERS[-1].name)
     for path in ROOT.glob("ppo_*.py"):
         shutil.copy(path, folder)
     for name in names:
@@ -19,3 +37,134 @@ def with_recipes(folder, script, *names):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def quick_compile(monkeypatch):
+    """torch.compile traces functions as ever, and Python runs what it has traced: no kernel is built, which takes ten
+    seconds. What cannot be traced fails, and a number that became a constant stays one."""
+    original = torch.compile
+
+    def compile(function, fullgraph=False, dynamic=None, **_):
+        return original(function, fullgraph=fullgraph, dynamic=dynamic, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile)
+
+
+def flat(agent):
+    return torch.cat([parameter.detach().flatten().clone() for parameter in agent.parameters()])
+
+
+def episodes(run_dir):
+    """episodes.csv without the clock"""
+    with open(Path(run_dir, "episodes.csv")) as file:
+        return [row[:3] for row in csv.reader(file)]
+
+
+def small(module, tmp_path, **changes):
+    given = {"env_id": "box/Target-v0", "runs_dir": str(tmp_path / "runs"), "total_timesteps": 640}
+    return module.Args(**SMALL | given | changes)
+
+
+def make_agent(module, obs_size=3, low=(-1.0, -1.0), high=(1.0, 1.0), **args):
+    torch.manual_seed(0)
+    return module.Agent((obs_size,), np.array(low, np.float32), np.array(high, np.float32), module.Args(**args))
+
+
+def shake(agent, scale=0.5):
+    """Move all weights: the first policy is nearly the same in every state."""
+    torch.manual_seed(1)
+    for parameter in agent.parameters():
+        parameter.data += scale * torch.randn_like(parameter) / math.sqrt(parameter.shape[-1])
+    return agent
+
+
+def minibatch(size=32, obs_size=3, action_size=2):
+    torch.manual_seed(2)
+    values, advantages, returns = torch.randn(3, size)
+    log_probs = torch.full((size,), -2.0)
+    return torch.randn(size, obs_size), torch.rand(size, action_size), log_probs, values, advantages, returns
+
+
+class TwoViews(gym.Env):
+    """The return is what only the critic sees, minus the squared distance of the action from half the policy's view."""
+
+    observation_space = gym.spaces.Dict(
+        critic=gym.spaces.Box(-9, 9, (1,), np.float32), policy=gym.spaces.Box(-1, 1, (2,), np.float32)
+    )
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.policy = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        self.critic = self.np_random.uniform(-9, 9, 1).astype(np.float32)
+        return {"policy": self.policy, "critic": self.critic}, {}
+
+    def step(self, action):
+        reward = float(self.critic[0] - np.square(action - self.policy / 2).sum())
+        return {"policy": self.policy, "critic": self.critic}, reward, True, False, {}
+
+
+gym.register("recipes/TwoViews-v0", TwoViews)
+
+
+class Picture(gym.Env):
+    """An image whose brightness is the best action; episodes end at a time limit of 5."""
+
+    observation_space = gym.spaces.Box(0, 255, (40, 44, 3), np.uint8)
+    action_space = gym.spaces.Box(0, 1, (1,), np.float32)
+
+    def observe(self):
+        self.level = self.np_random.integers(256)
+        return np.full((40, 44, 3), self.level, np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = -abs(float(action[0]) - self.level / 255)
+        return self.observe(), reward, False, False, {}
+
+
+gym.register("recipes/Picture-v0", Picture, max_episode_steps=5)
+
+
+class Counted(self_play_envs.TicTacToe):
+    """It also asserts that a cell is free, for both players, and remembers its opponents."""
+
+    moves = {1.0: 0, -1.0: 0}  # noqa: RUF012
+    players = []  # noqa: RUF012
+
+    def move(self, cell, stone):
+        self.moves[stone] += 1
+        if stone == -1.0 and all(self.opponent is not player for player in self.players):
+            self.players.append(self.opponent)
+        return super().move(cell, stone)
+
+
+gym.register("Counted-v0", Counted)
+
+
+class Wanderer(gym.Env):
+    """Random steps, from its own random numbers, added to the actions."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.normal(size=2)
+        return self.place.astype(np.float32), {}
+
+    def step(self, action):
+        self.place += action + self.np_random.normal(size=2)
+        return (
+            self.place.astype(np.float32),
+            -float(np.abs(self.place).sum()),
+            bool(np.abs(self.place).max() > 9),
+            False,
+            {},
+        )
+
+
+gym.register("Wanderer-v0", Wanderer, max_episode_steps=50)

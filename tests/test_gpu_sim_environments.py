@@ -1,0 +1,278 @@
+"""variants/ppo_gpu_sim.py: simulators like those of Isaac Lab, gymnasium, Brax; observations of actor and critic."""
+
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch_envs
+from gpu_sim import Narrow, agent_for, env_id_of, gym_envs, make_agent, make_args, script
+
+
+def test_environments_like_those_of_isaac_lab(tmp_path):
+    """Groups of observations in buffers that are written over by every step, and no final observation: what is learned
+    is the same as from new tensors."""
+
+    class Isaac(torch_envs.Drift):
+        buffers = None
+
+        def observe(self):
+            obs = super().observe()
+            if self.buffers is None:
+                self.buffers = obs
+            for name, x in self.buffers.items():
+                x.copy_(obs[name])
+            return self.buffers
+
+    agents = []
+    for kind in (Isaac, torch_envs.Drift):
+        settings = {"env_id": env_id_of(lambda *_, kind=kind: kind(*_, final_obs=False)), "timeouts": "current-value"}
+        agents.append(script.train(make_args(tmp_path, **settings))[0])
+    torch.testing.assert_close(agents[0].state_dict(), agents[1].state_dict(), atol=0, rtol=0)
+
+
+def test_simulator_without_final_observations(tmp_path, capsys):
+    """Isaac Lab's are of this kind: one line names the flag."""
+    with pytest.raises(SystemExit, match="gives no final_obs"):
+        script.train(make_args(tmp_path, env_id=env_id_of(lambda *_: torch_envs.Drift(*_, final_obs=False))))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "torch_envs:of_this_test gives no final_obs: use --timeouts current-value" in line
+
+
+def test_simulators_with_networks(tmp_path):
+    """Nothing is kept of the graph behind their observations, which would grow from step to step."""
+
+    class Actuated(torch_envs.Drift):
+        gain = torch.nn.Parameter(torch.ones(()))
+
+        def step(self, actions):
+            obs, rewards, *rest = super().step(actions * self.gain)
+            assert not rewards.requires_grad
+            return obs, rewards * self.gain, *rest
+
+    script.train(make_args(tmp_path, env_id=env_id_of(Actuated)))
+
+
+class Timed(torch_envs.Drift):
+    """With what --stagger-envs needs. Nothing terminates."""
+
+    max_episode_length = 50
+
+    @property
+    def episode_length_buf(self):
+        return self.steps
+
+    @episode_length_buf.setter
+    def episode_length_buf(self, steps):
+        self.steps = steps
+
+    def step(self, actions):
+        obs, rewards, *ends, infos = super().step(torch.zeros_like(actions))
+        return obs, rewards, *ends, infos
+
+    def start(self, where):
+        super().start(where)
+        self.wind = torch.zeros_like(self.wind)
+
+
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
+def test_stagger_envs(tmp_path, update):
+    """rsl_rl's episodes end at many different times, and those that began late are not logged; Google's all at once."""
+    _, run_dir = script.train(make_args(tmp_path, update, env_id=env_id_of(Timed), total_timesteps=16 * 150))
+    rows = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    assert {row[2] for row in rows} == {"50"}
+    ends = [int(row[0]) // 16 for row in rows]
+    assert len(ends) == (48 if update == "google" else 32)  # in 150 steps; what is left of the first, then two
+    if update == "google":
+        assert set(ends) == {50, 100, 150}
+    else:
+        assert min(ends) > 50 and len(set(ends)) > 16
+
+
+class Grouped(gym.Env):
+    """Observations of two groups, (1, 2) and (3,). The last number of the second is the privileged one: how often the
+    environment began."""
+
+    def __init__(self, names=("policy", "critic")):
+        boxes = gym.spaces.Box(-9, 9, (1, 2), np.float32), gym.spaces.Box(-9, 9, (3,), np.float64)
+        self.observation_space = gym.spaces.Dict(dict(zip(names, boxes)))
+        self.action_space, self.names, self.episodes = gym.spaces.Box(-1, 1, (1, 1)), names, 0
+
+    def observe(self):
+        seen = self.np_random.normal(size=2).astype(np.float32)
+        return dict(zip(self.names, (seen[None], np.append(seen, self.episodes))))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episodes += 1
+        return self.observe(), {}
+
+    def step(self, action):
+        return self.observe(), float(action.sum()), False, False, {}
+
+
+gym.register("box/Grouped-v0", Grouped, max_episode_steps=7)
+gym.register("box/TwoParts-v0", Grouped, kwargs={"names": ("position", "speed")}, max_episode_steps=7)
+
+
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
+def test_privileged_observations_reach_the_critic_only(update):
+    """If they change, the policy stays as it was, to the bit; the values do not."""
+    agent, envs = make_agent(2, 3, **script.UPDATES[update] | {"hidden_size": 8}), gym_envs("box/Grouped-v0", 5)
+    results = []
+    for _ in range(2):
+        obs, critic_obs = script.split_obs(envs.reset(seed=1)[0])
+        assert obs.shape == (5, 2) and critic_obs.shape == (5, 3)
+        mean, std = agent.get_mean_and_std(agent.normalize(obs, agent.obs_rms))
+        value = agent.get_value(agent.normalize(critic_obs, agent.critic_obs_rms))
+        results.append((torch.cat([mean, std, agent.predict(obs)], dim=1), value))
+    (action, value), (other_action, other_value) = results
+    assert torch.equal(action, other_action) and (value != other_value).all()
+
+
+@pytest.mark.parametrize("env_id, sizes", [("box/Grouped-v0", (2, 3)), ("box/TwoParts-v0", (5, 5))])
+def test_gymnasium_groups(tmp_path, env_id, sizes):
+    """Only "policy" and "critic" are groups; other Dicts are one vector for both. Final observations are their own."""
+    agent, _ = script.train(make_args(tmp_path, env_id=env_id))
+    assert (len(agent.obs_rms.mean), len(agent.critic_obs_rms.mean)) == sizes
+    envs = gym_envs(env_id, 2)
+    envs.reset(seed=1)
+    for _ in range(7):
+        obs, _, _, truncations, infos = envs.step(torch.zeros(2, 1))
+    assert truncations.all() and obs.keys() == infos["final_obs"].keys()
+    for group, final in zip(script.split_obs(obs), script.split_obs(infos["final_obs"])):
+        assert group.shape == final.shape and (group != final)[:, 0].all()
+
+
+def test_gymnasium(tmp_path):
+    """A vector of gymnasium environments, its final observations where they belong."""
+    envs = gym_envs("InvertedPendulum-v4", 3)
+    obs, _ = envs.reset(seed=1)
+    for _ in range(200):
+        obs, _, terminations, _, infos = envs.step(torch.ones(3, 1))
+        if terminations.any():
+            break
+    n = terminations.nonzero()[0]
+    obs, final_obs = obs["policy"], infos["final_obs"]["policy"]
+    assert final_obs[n, 1].abs() > 0.2 > 0.05 > obs[n, 1].abs()  # fallen; upright again
+    script.train(make_args(tmp_path, env_id="InvertedPendulum-v4"))
+
+
+@pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
+def test_final_observation_is_the_last_one(tmp_path):
+    """Also of an environment that has begun the next episode in the same array."""
+    envs = script.make_envs(make_args(tmp_path, env_id="box/OneArray-v0"), 2, torch.device("cpu"))
+    envs.reset()
+    for _ in range(5):
+        obs, _, _, truncations, infos = envs.step(torch.zeros(2, 1))
+    assert truncations.all() and (infos["final_obs"]["policy"] == 5).all() and not obs["policy"].any()
+
+
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
+def test_bounds_of_double_precision(tmp_path, update):
+    """Actions stay inside, however far out the policy wants to go."""
+    agent, _ = script.train(make_args(tmp_path, update, env_id="box/Narrow-v0"))
+    space = Narrow.action_space
+    for far in (-100.0, -9.0, -5.0, 0.0, 5.0, 9.0, 100.0):
+        action = agent.to_env_action(torch.full((2,), far)).numpy()
+        assert space.contains(action)
+        if abs(far) == 100:
+            np.testing.assert_array_equal(action, space.low if far < 0 else space.high)
+
+
+@pytest.mark.parametrize("what", ["rewards", "obs"])
+def test_nan(tmp_path, capsys, what):
+    """It ends in one line, and never gets into statistics or weights."""
+
+    class Broken(torch_envs.Drift):
+        count = 0
+
+        def step(self, actions):
+            obs, rewards, *others = super().step(actions)
+            self.count += 1
+            if self.count == 25:
+                (rewards if what == "rewards" else obs["policy"])[3] = math.nan
+            return obs, rewards, *others
+
+    with pytest.raises(SystemExit) as stopped:
+        script.train(make_args(tmp_path, env_id=env_id_of(Broken), checkpoint_interval=1))
+    assert stopped.value.code == 2 and "NaN" in capsys.readouterr().err
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    checkpoint = script.load_checkpoint(run_dir)
+    assert checkpoint["global_step"] == 2 * 160
+    assert all(torch.isfinite(x).all() for x in checkpoint["agent"].state_dict().values())
+
+
+def test_evaluation_ends_with_the_first_episode():
+    """What a simulator gives afterwards, NaN too, does not count."""
+
+    class Diverges(torch_envs.Drift):
+        ended = torch.zeros(16, dtype=torch.bool)
+
+        def step(self, actions):
+            obs, rewards, terminations, truncations, infos = super().step(actions)
+            rewards = torch.where(self.ended, math.nan, torch.ones(16))
+            self.ended = self.ended | terminations | truncations
+            return obs, rewards, terminations, truncations, infos
+
+    envs = Diverges(16, torch.device("cpu"), 1)
+    returns = script.evaluate(agent_for(envs, script.Args()), envs, seed=1)
+    assert np.isfinite(returns).all() and len(set(returns)) > 1
+
+
+@pytest.fixture
+def brax_cart():
+    """The name of an environment of Brax without physics, which compiles in no time. A cart drifts away from 0, faster
+    and faster, unless the action stops it. Where it has gone too far the episode terminates; each step earns 1."""
+    pytest.importorskip("brax", reason="Brax is not installed: environments of Brax are not tested")
+    import jax
+    from brax.envs import register_environment
+    from brax.envs.base import Env, State
+
+    class Cart(Env):
+        observation_size, action_size, backend = 1, 1, None
+
+        def __init__(self, backend):
+            assert backend == "spring"  # the default of --brax-backend
+
+        def reset(self, rng):
+            return State(None, jax.random.uniform(rng, (1,), minval=-0.05, maxval=0.05), *jax.numpy.zeros(2))
+
+        def step(self, state, action):
+            obs = 1.2 * state.obs + 0.05 * action
+            return state.replace(obs=obs, reward=1.0, done=jax.numpy.where(abs(obs[0]) > 0.2, 1.0, 0.0))
+
+    register_environment("cart", Cart)
+    return "brax/cart"
+
+
+def test_brax(tmp_path, brax_cart):
+    """Shapes, ends, observations before and after the restart; then it is learned from."""
+    args = make_args(tmp_path, "google", env_id=brax_cart, num_envs=64, episode_length=30)
+    envs = script.make_envs(args, 64, torch.device("cpu"))
+    first, _ = envs.reset(seed=1)
+    first = first.clone()
+    ended = {"terminations": 0, "truncations": 0}
+    obs = first
+    for _ in range(60):
+        actions = torch.full((64, 1), -1.0)
+        actions[:32] = -4 * obs[:32]
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        ends = terminations | truncations
+        assert rewards.shape == (64,) and terminations.dtype == truncations.dtype == torch.bool
+        assert not (terminations & truncations).any()
+        torch.testing.assert_close(obs[ends], first[ends])
+        torch.testing.assert_close(infos["final_obs"][~ends], obs[~ends])
+        assert (infos["final_obs"][terminations].abs() > 0.2).all()
+        ended["terminations"] += terminations.sum().item()
+        ended["truncations"] += truncations.sum().item()
+    assert min(ended.values()) > 10
+    envs.reset(seed=1)
+    envs.episode_length_buf = torch.arange(64.0) % 30
+    cuts = torch.stack([envs.step(torch.zeros(64, 1))[3] for _ in range(3)])
+    assert (cuts.nonzero()[:, 1] % 30).tolist() == [29, 29, 28, 28, 27, 27]  # each after what is left of its 30 steps
+    settings = {"num_envs": 64, "num_steps": 20, "learning_rate": 3e-3, "total_timesteps": 64 * 20 * 15}
+    settings |= {"hidden_size": 32, "env_id": env_id_of(lambda *_: envs)}  # JAX has compiled it
+    agent, _ = script.train(make_args(tmp_path, "google", **settings))
+    assert script.evaluate(agent, envs, seed=3).mean() > 25

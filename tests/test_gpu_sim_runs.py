@@ -1,0 +1,288 @@
+"""variants/ppo_gpu_sim.py: run folders, resuming, evaluations, export, ranks, the command line."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch_envs
+from conftest import ROOT, flags_of, scalars
+from gpu_sim import SMALL, env_id_of, make_args, script
+from processes import exit_status, fork, two_ranks
+
+HAS_BRAX = importlib.util.find_spec("brax") is not None
+
+
+class Remembering(torch_envs.Drift):
+    """Remembers the seeds of its resets, and since the last one what it was given and what it gave. Whatever the seed,
+    it starts in the same way."""
+
+    def reset(self, seed=None):
+        self.last_seed, (obs, infos) = seed, super().reset(7)
+        self.obs, self.actions, self.rewards, self.ends = [obs], [], [], []
+        return obs, infos
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = super().step(actions)
+        self.obs.append(obs)
+        self.actions.append(actions)
+        self.rewards.append(rewards)
+        self.ends.append(terminations | truncations)
+        return obs, rewards, terminations, truncations, infos
+
+
+@pytest.fixture
+def remembering():
+    return Remembering(16, torch.device("cpu"), seed=1)
+
+
+def test_episodes_and_statistics(tmp_path, remembering):
+    """episodes.csv has every finished episode once, where it ended, with its raw return and length, whatever
+    --reward-scale. Statistics have seen every observation that was acted on once, the first included, the last not yet,
+    nothing of the step that only looks at infos."""
+    settings = {"reward_scale": 0.1, "total_timesteps": 4000}
+    agent, run_dir = script.train(make_args(tmp_path, env_id=env_id_of(lambda *_: remembering), **settings))
+    header, *rows = (line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines())
+    assert header == ["global_step", "episodic_return", "episodic_length", "seconds"]
+    rewards, expected, begun = torch.stack(remembering.rewards), [], [0] * 16
+    for t, ends in enumerate(remembering.ends, start=1):
+        for n in ends.nonzero().flatten().tolist():
+            expected.append([16 * t, rewards[begun[n] : t, n].sum().item(), t - begun[n]])
+            begun[n] = t
+    assert len(expected) > 50
+    np.testing.assert_allclose([[float(x) for x in row[:3]] for row in rows], expected, atol=1e-4, rtol=1e-4)
+    for group, rms in (("policy", agent.obs_rms), ("critic", agent.critic_obs_rms)):
+        everything = torch.cat([obs[group] for obs in remembering.obs[:-1]]).double()
+        assert len(everything) == 4000 == pytest.approx(rms.count.item())
+        torch.testing.assert_close(rms.mean, everything.mean(0), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(rms.var, everything.var(0, correction=0), atol=1e-4, rtol=1e-4)
+
+
+def test_resume(tmp_path):
+    """The learner is that of the checkpoint, to the last bit. Two resumptions of one checkpoint are the same run."""
+    args = make_args(tmp_path, checkpoint_interval=2, seed=3, anneal_lr=True, desired_kl=None)
+    agent, run_dir = script.train(args, stop_signals=[(2, 0.0)])  # one iteration, which is saved
+    saved = script.load_checkpoint(run_dir)
+    assert saved["global_step"] == 160
+    first_rows = (run_dir / "episodes.csv").read_text().splitlines()
+    with open(run_dir / "episodes.csv", "a") as file:  # what a kill may leave behind
+        file.write("320,1.5,10,3.0\n160,1.5,7\n160,x")
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(run_dir, copy)
+    again = dataclasses.replace(args, resume=str(run_dir), total_timesteps=160)
+    unchanged, _ = script.train(again)  # no step is left to do
+    for name, x in agent.state_dict().items():
+        assert torch.equal(x, saved["agent"].state_dict()[name]) and torch.equal(x, unchanged.state_dict()[name]), name
+    assert (run_dir / "episodes.csv").read_text().splitlines() == first_rows
+
+    one, other = (script.train(dataclasses.replace(args, resume=str(path)))[0] for path in (run_dir, copy))
+    assert not torch.equal(one.actor[0].weight, agent.actor[0].weight)
+    for name, x in one.state_dict().items():
+        assert torch.equal(x, other.state_dict()[name]), name
+    assert one.obs_rms.count.item() == pytest.approx(800)
+    for path in (run_dir, copy):
+        assert script.load_checkpoint(path)["global_step"] == 800
+        rates = [value for _, value in scalars(path)["charts/learning_rate"]]
+        assert rates == pytest.approx([1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3])
+    rows, others = ((path / "episodes.csv").read_text().splitlines() for path in (run_dir, copy))
+    steps = [int(row.split(",")[0]) for row in rows[1:]]
+    assert rows[: len(first_rows)] == first_rows and steps == sorted(steps) and steps[-1] > 160
+    assert [row.rsplit(",", 1)[0] for row in rows] == [row.rsplit(",", 1)[0] for row in others]
+
+
+def test_seeds(tmp_path, remembering):
+    """A resumption gets new numbers, for simulators as for noise. So does another seed."""
+    settings = {"total_timesteps": 160, "learning_rate": 1e-9, "desired_kl": None}
+    args = make_args(tmp_path, env_id=env_id_of(lambda *_: remembering), **settings)
+
+    def numbers(args):
+        _, run_dir = script.train(args)
+        return run_dir, torch.tensor([*remembering.actions[0][:3, 0], remembering.last_seed])
+
+    run_dir, first = numbers(args)
+    _, resumed = numbers(dataclasses.replace(args, resume=str(run_dir), total_timesteps=320))
+    (_, other), (_, again) = numbers(dataclasses.replace(args, seed=2)), numbers(args)
+    assert torch.equal(first, again) and (first != resumed).all() and (first != other).all()
+
+
+def test_resume_with_another_update_is_refused(tmp_path, capsys):
+    """It would leave all the settings that --update chooses as they were, and say nothing."""
+    args = make_args(tmp_path)
+    assert script.parse_args(["--update", "rsl_rl", "--seed", "2"], default=args) == dataclasses.replace(args, seed=2)
+    with pytest.raises(SystemExit, match="--update google"):
+        script.parse_args(["--update", "google"], default=args)
+    assert "--update google" in capsys.readouterr().err
+
+
+def test_noise_std(tmp_path):
+    """The logged figure is the mean standard deviation of the policy that acted."""
+    args = make_args(tmp_path, init_std=0.7, total_timesteps=160, learning_rate=0.01, desired_kl=None)
+    agent, run_dir = script.train(args)
+    script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=320))
+    logged = [value for _, value in scalars(run_dir)["charts/noise_std"]]
+    assert logged == pytest.approx([0.7, agent.std.mean().item()], rel=1e-6) and abs(logged[1] - 0.7) > 0.01
+    _, run_dir = script.train(make_args(tmp_path, "google", env_id="box/Narrow-v0", total_timesteps=160, num_steps=10))
+    agent = script.load_agent(run_dir)
+    torch.manual_seed(1)  # the first agent once more
+    first = script.Agent(1, 1, agent.action_low, agent.action_high, agent.args)
+    expected = first.get_mean_and_std(torch.ones(1, 1))[1].mean().item()
+    assert scalars(run_dir)["charts/noise_std"][0][1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluations_during_training(tmp_path):
+    """Ten and the one before, and training goes on as without them."""
+    plain, _ = script.train(make_args(tmp_path, total_timesteps=3200))
+    settings = {"total_timesteps": 3200, "num_evaluations": 10, "eval_episodes": 8, "eval_deterministic": False}
+    agent, run_dir = script.train(make_args(tmp_path, **settings))
+    rows = (run_dir / "evaluations.csv").read_text().splitlines()
+    assert rows[0] == "global_step,mean_return,std_return,seconds"
+    assert [int(row.split(",")[0]) for row in rows[1:]] == [320 * i for i in range(11)]
+    assert torch.equal(agent.actor[0].weight, plain.actor[0].weight)
+    logged = [(step, f"{value:.2f}") for step, value in scalars(run_dir)["charts/eval_return"]]
+    assert logged == [(int(row[0]), row[1]) for row in (row.split(",") for row in rows[1:])]
+    with open(run_dir / "evaluations.csv", "a") as file:
+        file.write("3520,1.0,1.0,1.0\n3520,1")  # of a run that was killed after its checkpoint
+    args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=3680)
+    script.train(args)
+    resumed = (run_dir / "evaluations.csv").read_text().splitlines()
+    assert resumed[: len(rows)] == rows and [row.split(",")[0] for row in resumed[len(rows) :]] == ["3360", "3680"]
+
+
+def test_export(tmp_path, monkeypatch):
+    """The file alone, without this project and without a critic, gives the actions of the agent, for any number of
+    observations: the mean action, of observations normalised by the statistics of the run, within the bounds."""
+    for update in ("rsl_rl", "google"):
+        agent, run_dir = script.train(make_args(tmp_path, update))
+        path, obs = script.export_actor(run_dir), 2 * torch.randn(5, 2)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "ppo_gpu_sim", None)  # as if it were not installed
+            actor = torch.export.load(path).module()
+        actions = actor(obs)
+        torch.testing.assert_close(actions, agent.predict(obs), atol=1e-6, rtol=1e-5)
+        mean = agent.actor(((obs - agent.obs_rms.mean) / agent.obs_rms.var.sqrt()).float())[:, :1].detach()
+        expected = mean.clamp(-1, 1) if agent.args.policy == "normal" else mean.tanh()
+        torch.testing.assert_close(actions, expected, atol=1e-5, rtol=1e-4)
+        names = list(actor.state_dict())
+        assert "actor.0.weight" in names and not any("critic" in name for name in names)
+
+
+def test_two_ranks(tmp_path, monkeypatch):
+    """As torchrun starts them: one run folder, the same weights on both, episodes of both."""
+    seeds, reset = [], torch_envs.Drift.reset
+    monkeypatch.setattr(torch_envs.Drift, "reset", lambda self, seed: (seeds.append(seed), reset(self, seed))[1])
+    monkeypatch.setattr(torch_envs, "drift", lambda *given: (seeds.append(given[2]), torch_envs.Drift(*given))[1])
+
+    def train(rank):
+        agent, _ = script.train(make_args(tmp_path, checkpoint_interval=1))
+        torch.save([agent.state_dict(), seeds], tmp_path / f"rank-{rank}")
+
+    two_ranks(train)
+    (one, seeds), (other, other_seeds) = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
+    assert seeds[0] != other_seeds[0] and seeds[-1] != other_seeds[-1]  # of the simulators, of their last reset
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one["obs_rms.count"].item() == pytest.approx(800)  # what both have seen
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert script.load_checkpoint(run_dir)["global_step"] == 800
+    ends = [int(row.split(",")[0]) for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    assert ends == sorted(ends) and len(ends) > 16
+
+
+def test_sigterm_and_resume(tmp_path, main, monkeypatch):
+    """The iteration under way is finished and saved; the same command line with --resume goes on from there."""
+    flags = flags_of(**SMALL | {"total_timesteps": 10**8}, runs_dir=tmp_path / "runs")
+    monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", *flags])
+    process, end = fork(script.main, stderr=tmp_path / "stderr"), time.monotonic() + 60
+    while not any(len(path.read_text()) > 1000 for path in tmp_path.glob("runs/*/episodes.csv")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(process, signal.SIGTERM)
+    assert exit_status(process) == 143
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert f"stopped; go on with --resume {run_dir}" in (tmp_path / "stderr").read_text()
+    saved = script.load_checkpoint(run_dir)["global_step"]
+    assert 0 < saved < 10**8 and saved % 160 == 0
+    main(script, "--resume", run_dir, "--env-id", SMALL["env_id"], f"--total-timesteps={saved + 320}")
+    assert script.load_checkpoint(run_dir)["global_step"] == saved + 320
+
+
+def test_command_line(tmp_path, main):
+    """The forms that sweeps send; an evaluation says the same twice."""
+    flags = ["--runs-dir", tmp_path, "--num-steps=10", "--num-envs=8", "--num_minibatches=2", "--total_timesteps=1e2"]
+    main(script, "--update=google", "--env-id", "torch_envs:drift", "--compile=False", "--norm_obs=True", *flags)
+    (run_dir,) = tmp_path.iterdir()
+    args = json.loads((run_dir / "args.json").read_text())
+    assert args["gamma"] == 0.97 and args["num_steps"] == 10
+    words = "--evaluate", run_dir, "--eval-episodes=8"
+    # A checkpoint does not choose what is imported.
+    refused = main(script, *words)
+    assert refused.returncode == 2 and "add --env-id torch_envs:drift" in refused.stderr
+    first, second = (main(script, *words, "--env-id=torch_envs:drift") for _ in range(2))
+    assert first == second and first.stdout.startswith("8 episodes: mean ") and first.returncode == 0
+
+
+def test_commands_of_the_pages_parse():
+    text = script.__doc__ + (ROOT / "docs" / "gpu_sim.md").read_text()
+    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
+    assert len(commands) >= 5
+    for command in commands:
+        script.check_args(script.parse_args(command.split()))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--env-id", "brax/nothing"], "nothing" if HAS_BRAX else "variants/requirements.txt"),
+        (["--env-id", "nothing:make"], "MODULE:FUNCTION"),
+        (["--env-id", "torch_envs:nothing"], "nothing"),
+        (["--env-id", "CartPole-v1"], "has actions Discrete"),
+        (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
+        (["--unroll-length", "7"], "--unroll-length 7 must divide --num-steps 10"),
+        (["--unroll-length", "0"], "--unroll-length must be"),
+        (["--recompute-targets"], "needs --unroll-length"),
+        (["--num-minibatches", "7"], "must divide 160 steps or unrolls as [4, 5, 8]"),
+        (["--update", "google", "--timeouts", "exact"], "neither --timeouts exact"),
+        (["--update", "google", "--norm-adv", "rollout"], "nor --norm-adv rollout"),
+        (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),
+        (["--anneal-lr"], "--desired-kl None"),
+        (["--init-std", "0"], "--init-std"),
+        (["--gamma", "1.5"], "from 0 to 1"),
+        (["--desired-kl=-1"], "from 0 to inf"),
+        (["--num-evaluations=-1"], "from 0 to inf"),
+        (["--resume", "nowhere"], "checkpoint.pt is missing"),
+        (["--export", "nowhere"], "checkpoint.pt is missing"),
+    ],
+)
+def test_wrong_input(tmp_path, flags, words, main):
+    """One line, and no run folder."""
+    defaults = ["--env-id", "torch_envs:drift", "--num-envs", "16", "--num-steps", "10", "--runs-dir", tmp_path]
+    refused = main(script, *defaults, "--no-compile", *flags)
+    assert refused.returncode == 2
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("ppo_gpu_sim.py: error: ") and words in last
+    assert not list(tmp_path.iterdir())
+
+
+def test_google_vs_nvidia_starts(tmp_path):
+    """Every update of both sizes has settings that the script takes: it ends at the device, which torch does not know.
+    In a process of its own, since the study changes what it imports."""
+    pytest.importorskip("scipy")
+
+    def start_all():
+        sys.path.insert(0, str(ROOT / "benchmark" / "studies"))
+        import google_vs_nvidia as study
+
+        for settings in (study.SMALL, study.FULL):
+            for update in study.UPDATES:
+                args = study.Args(seeds=1, updates=(update,), runs_dir=str(tmp_path / "runs"), device="none")
+                with pytest.raises(RuntimeError, match="device string: none"):
+                    study.train_all(args, settings)
+
+    assert exit_status(fork(start_all)) == 0

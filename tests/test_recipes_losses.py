@@ -1,0 +1,231 @@
+"""Recipes about losses: value and policy clipping, entropy, the scale of returns, symmetry, time limits."""
+
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ACTIONS, REAL_ENV, SCRIPTS, SMALL, scalars
+from probes import Chain
+
+from recipes import TEN, episodes, flat, make_agent, minibatch, quick_compile, shake, with_recipes
+
+
+@pytest.mark.parametrize("script", REAL_ENV)
+def test_clip_only_value_loss(script):
+    """Old value 0 and range 0.2. By hand: new value 1 counts as 0.2; its error to -1 is 1.2, to 0.3 it is 0.1."""
+    loss = with_recipes(script, "clip_only_value_loss").clipped_value_loss
+    new = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
+    value = loss(new, torch.zeros(3), torch.tensor([-1.0, 0.3, 0.6]), 0.2)
+    assert value.item() == pytest.approx(0.5 * (1.44 + 0.01 + 0.25) / 3)
+    gradient = torch.autograd.grad(value, new)[0]
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -0.5 / 3]))
+    assert loss(new, torch.zeros(3), torch.tensor([0.0, 0.0, 0.1])).item() == pytest.approx(1 / 3)
+
+
+def test_clip_only_value_loss_is_that_of_sb3():
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.logger import Logger
+
+    module, size = with_recipes("ppo_continuous", "clip_only_value_loss"), 64
+    options = {"n_steps": size, "batch_size": size, "n_epochs": 1, "max_grad_norm": 1e9, "clip_range_vf": 0.2}
+    sb3 = PPO("MlpPolicy", gym.make("box/Target-v0"), device="cpu", **options)
+    sb3.set_logger(Logger(None, []))
+    agent = make_agent(module, 2, clip_vloss=True, vf_clip_coef=0.2, vf_coef=1.0)  # 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
+    agent.critic[:4].load_state_dict(sb3.policy.mlp_extractor.value_net.state_dict())
+    agent.critic[4].load_state_dict(sb3.policy.value_net.state_dict())
+    obs, actions, log_probs, values, advantages, returns = minibatch(size, 2)
+    values = agent.get_value(obs).detach() + 0.3 * values  # some new values are inside the range
+    rows = {"observations": obs, "actions": actions, "log_probs": log_probs, "values": values}
+    for name, tensor in (rows | {"advantages": advantages, "returns": returns}).items():
+        setattr(sb3.rollout_buffer, name, tensor.unsqueeze(1).numpy())
+    sb3.rollout_buffer.full, sb3.rollout_buffer.generator_ready = True, False
+    minibatch_of_all = obs, actions, log_probs, values, advantages, returns
+    loss, metrics = module.ppo_loss(agent, agent.args, 1.0, *minibatch_of_all)
+    loss.backward()
+    sb3.train()
+    assert metrics["value_loss"].item() == pytest.approx(0.5 * sb3.logger.name_to_value["train/value_loss"], rel=1e-5)
+    torch.testing.assert_close(agent.critic[4].weight.grad, sb3.policy.value_net.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("script", REAL_ENV)
+def test_dual_clip(script):
+    """Clip range 0.2, bound 3. By hand, -loss of each sample: ratios 5, 2, 0.1 at advantage -2, and 5, 0.1 at 2."""
+    loss = with_recipes(script, "dual_clip").clipped_policy_loss
+    for ratio, advantage, expected, slope in [
+        (5.0, -2.0, 6.0, 0.0),
+        (2.0, -2.0, 4.0, 2.0),
+        (0.1, -2.0, 1.6, 0.0),
+        (5.0, 2.0, -2.4, 0.0),
+        (0.1, 2.0, -0.2, -2.0),
+    ]:
+        log_ratio = torch.tensor([math.log(ratio)], requires_grad=True)
+        value = loss(log_ratio, torch.tensor([advantage]), 0.2, 3.0)
+        assert value.item() == pytest.approx(expected)
+        gradient = torch.autograd.grad(value, log_ratio)[0].item()  # by the logarithm: slope * ratio
+        assert gradient == pytest.approx(slope * ratio, abs=1e-6)
+    log_ratio = torch.tensor([10.0, 1000.0], requires_grad=True)
+    value = loss(log_ratio, torch.tensor([-2.0, -2.0]), 0.2, 3.0)
+    value.backward()
+    assert value.item() == pytest.approx(6.0) and (log_ratio.grad == 0).all()
+    assert loss(torch.tensor([10.0]), torch.tensor([-2.0]), 0.2, 1e9).item() > 1000  # without the bound
+    assert with_recipes(script, "dual_clip").Args().dual_clip == 3.0
+
+
+def test_entropy_schedule_reaches_the_gradient(tmp_path, monkeypatch):
+    """Nothing is learned: all runs have the same rollouts, and their gradients differ by the entropy bonus alone. The
+    derivative of the entropy by each log_std is 1. Adam's running mean has the gradients, eager and compiled."""
+    quick_compile(monkeypatch)
+    module = with_recipes("ppo_continuous", "entropy_schedule")
+
+    def running_mean(compile, ent_coef, ent_coef_final):
+        small = SMALL | {"compile": compile, "update_epochs": 1, "num_minibatches": 1, "max_grad_norm": 0.0}
+        free = {"learning_rate": 0.0, "anneal_std": False, "log_std_max": None, "log_std_init": 0.0}
+        bonus = {"ent_coef": ent_coef, "ent_coef_final": ent_coef_final}
+        args = module.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), **(small | free | bonus))
+        agent, run_dir = module.train(args)
+        mean = module.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+        parts = mean.split([parameter.numel() for parameter in agent.parameters()])
+        return dict(zip(dict(agent.named_parameters()), parts))["log_std"], scalars(run_dir)["charts/ent_coef"]
+
+    without, _ = running_mean(False, 0.0, 0.0)
+    coefficients = [0.8, 0.65, 0.5, 0.35]  # of four iterations; 0.2 comes after the last one
+    expected = sum(0.1 * 0.9 ** (3 - i) * coefficient for i, coefficient in enumerate(coefficients))
+    for compile in (False, True):
+        mean, logged = running_mean(compile, 0.8, 0.2)
+        torch.testing.assert_close(without - mean, torch.full((2,), expected), rtol=1e-4, atol=1e-6)
+        assert [coefficient for _, coefficient in logged] == pytest.approx(coefficients)
+
+
+def test_popart_preserves_values():
+    agent = shake(make_agent(with_recipes("ppo_continuous", "popart"), popart_memory=1000))
+    obs, returns = torch.randn(100, 3), 50 + 20 * torch.randn(16, 100)
+    for scale in (1, 100, 0.1):
+        old_values, old_outputs, old_std = agent.get_value(obs), agent.critic(obs), agent.value_std()
+        agent.update_value_statistics(scale * returns)
+        assert (agent.critic(obs) - old_outputs).abs().max() > 0.1
+        unit = max(old_std, agent.value_std())
+        torch.testing.assert_close(agent.get_value(obs) / unit, old_values / unit, rtol=0, atol=1e-5)
+    state = agent.state_dict()
+    assert state["value_rms.mean"] != 0 and state["value_rms.var"] != 1
+
+
+def test_popart_statistics_are_those_of_recent_returns():
+    agent = make_agent(with_recipes("ppo_continuous", "popart"), popart_memory=1600)
+    returns = 50 + 20 * torch.randn(16, 100)
+    agent.update_value_statistics(returns)
+    assert agent.value_rms.mean.item() == pytest.approx(returns.mean().item(), rel=1e-3)
+    assert agent.value_rms.var.item() == pytest.approx(returns.var().item(), rel=1e-2)
+    for _ in range(9):
+        agent.update_value_statistics(returns)
+    agent.update_value_statistics(returns + 100)  # as many as are remembered
+    assert agent.value_rms.mean.item() == pytest.approx(returns.mean().item() + 50, rel=1e-2)
+
+
+def test_popart_update_does_not_see_the_scale_of_rewards():
+    """Rewards, values and returns 1000 times as large, with their statistics: the same gradient."""
+    module = with_recipes("ppo_continuous", "popart")
+    gradients = []
+    for scale in (1.0, 1000.0):
+        agent = shake(make_agent(module, clip_vloss=True, vf_clip_coef=0.2))
+        agent.value_rms.mean.fill_(0.3 * scale)
+        agent.value_rms.var.fill_(scale**2)
+        obs, actions, log_probs, *rest = minibatch()
+        loss, _ = module.ppo_loss(agent, agent.args, 1.0, obs, actions, log_probs, *(scale * x for x in rest))
+        gradients.append(torch.autograd.grad(loss, list(agent.parameters())))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert not module.Args().norm_reward
+
+
+def test_symmetry_loss_of_a_symmetric_policy_is_zero():
+    module = with_recipes("ppo_continuous", "symmetry_loss")
+    agent = shake(make_agent(module, 17, -np.ones(6), np.ones(6)))
+    obs = torch.randn(64, 17)
+    torch.testing.assert_close(module.mirror_obs(module.mirror_obs(obs)), obs)
+    assert not torch.equal(module.mirror_obs(obs), obs)
+    assert module.mirror_loss(agent, obs) > 1e-3
+
+    class Symmetric(torch.nn.Module):
+        def __init__(self, network):
+            super().__init__()
+            self.network = network
+
+        def forward(self, obs):
+            return self.network(obs) + module.mirror_action(self.network(module.mirror_obs(obs)))
+
+    agent.actor = Symmetric(agent.actor)
+    assert agent.get_mean_and_log_std(obs)[0].std() > 0.1
+    assert module.mirror_loss(agent, obs) < 1e-10
+
+
+def test_symmetry_loss_makes_a_policy_symmetric():
+    """Through ppo_loss, with everything else in it at weight 0."""
+    module = with_recipes("ppo_continuous", "symmetry_loss")
+    zero = {"vf_coef": 0.0, "ent_coef": 0.0, "kl_coef": 0.0}
+    losses = {}
+    for coefficient in (0.0, 1.0):
+        agent = shake(make_agent(module, 17, -np.ones(6), np.ones(6), mirror_coef=coefficient, **zero))
+        obs, actions, log_probs, values, _, returns = minibatch(200, 17, 6)
+        optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
+        for _ in range(40):
+            batch = obs, actions, log_probs, values, torch.zeros(200), returns
+            loss, _ = module.ppo_loss(agent, agent.args, 1.0, *batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        mean = agent.get_mean_and_log_std(obs)[0]
+        difference = agent.get_mean_and_log_std(module.mirror_obs(obs))[0] - module.mirror_action(mean)
+        losses[coefficient] = (difference.square().mean() / mean.var(0).mean()).item()
+    assert losses[1.0] < 0.1 * losses[0.0]
+
+
+def test_symmetry_loss_mirrors_walker(tmp_path):
+    """The mirrored robot under the mirrored action goes to the mirrored next state, and statistics are symmetric."""
+    module = with_recipes("ppo_continuous", "symmetry_loss")
+    env = gym.make("Walker2d-v5").unwrapped
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        env.reset()
+        qpos, qvel = env.init_qpos + random.uniform(-0.2, 0.2, 9), random.uniform(-1, 1, 9)
+        action = random.uniform(-1, 1, 6)
+        following = []
+        for mirrored in (False, True):
+            legs = [0, 1, 2, 6, 7, 8, 3, 4, 5] if mirrored else list(range(9))
+            env.set_state(qpos[legs], qvel[legs])
+            act = module.mirror_action(torch.from_numpy(action)).numpy() if mirrored else action
+            following.append(torch.from_numpy(env.step(act)[0]))
+        torch.testing.assert_close(module.mirror_obs(following[0]), following[1], rtol=1e-6, atol=1e-6)
+    args = module.Args(env_id="Walker2d-v5", runs_dir=str(tmp_path), **SMALL)
+    rms = module.train(args)[0].obs_rms
+    torch.testing.assert_close(module.mirror_obs(rms.mean), rms.mean)
+    torch.testing.assert_close(module.mirror_obs(rms.var), rms.var)  # signs are all +1 here
+    assert rms.mean.abs().min() > 0
+
+
+class Ended(Chain):
+    """The chain, whose time limit is no truncation but a termination. Rewards are the same."""
+
+    def step(self, action):
+        obs, reward, _, truncated, infos = super().step(action)
+        return obs, reward, truncated, False, infos
+
+
+gym.register("box/Ended-v0", Ended, kwargs={"discrete": False})
+gym.register("discrete/Ended-v0", Ended, kwargs={"discrete": True})
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_time_limits_as_ends(name, tmp_path):
+    """With the recipe, a run with truncated episodes is that of the script with terminated ones, to the bit; the
+    script's own differs. (test_advantages.py has CleanRL's golden vector for terminated episodes.)"""
+    runs = []
+    for recipes, env in ((["time_limits_as_ends"], "Chain"), ([], "Ended"), ([], "Chain")):
+        script = with_recipes(name, *recipes)
+        args = script.Args(**TEN, env_id=f"{ACTIONS[name]}/{env}-v0", runs_dir=str(tmp_path))
+        agent, run_dir = script.train(args)
+        runs.append((flat(agent), episodes(run_dir)))
+    recipe, ended, own = runs
+    assert torch.equal(recipe[0], ended[0]) and recipe[1] == ended[1] and len(ended[1]) > 100
+    assert not torch.equal(recipe[0], own[0])

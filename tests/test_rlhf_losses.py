@@ -1,0 +1,271 @@
+"""variants/ppo_rlhf.py: rewards, advantages and losses are those of DeepSpeed-Chat but for short answers."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TESTS, golden
+from rlhf import EOS, ppo_rlhf, rows
+
+pytest_plugins = "rlhf_fixtures"
+
+
+ORACLE = json.loads((TESTS / "rlhf_oracle.json").read_text())
+
+
+def test_gather_log_probs():
+    inputs, expected = golden("gather_log_probs")
+    log_probs = ppo_rlhf.gather_log_probs(inputs["logits"], inputs["labels"].long())
+    torch.testing.assert_close(log_probs, expected["logprobs"], atol=1e-9, rtol=0)
+
+
+def advantages_of(kl, values, scores, mask, gamma=1.0, gae_lambda=0.95):
+    rewards = ppo_rlhf.compute_rewards(kl, scores, mask, kl_coef=0.1, clip_reward=5.0)
+    return rewards, *ppo_rlhf.answer_advantages(rewards, values, mask, gamma, gae_lambda)
+
+
+def test_rewards_and_advantages():
+    inputs, expected = golden("rlhf_masked_textbook")
+    mask = inputs["mask"].bool()
+    results = advantages_of(inputs["kl_logratio"], inputs["values"], inputs["score"], mask)
+    for result, name in zip(results, ("rewards", "advantages", "returns")):
+        torch.testing.assert_close(result, expected[name], atol=1e-9, rtol=0)
+    assert results[1][mask].mean().item() == pytest.approx(expected["masked_mean_adv"])
+
+
+def test_the_original_puts_the_score_behind_a_short_answer():
+    """DeepSpeed-Chat's numbers come out of these functions if a short answer is one token longer than what is trained,
+    and the score on that token. Its advantages differ from those of this script for the short answer only, as do those
+    of a version that does not zero what follows."""
+    inputs, expected = golden("rlhf_deepspeed")
+    start = inputs["prompt_len"] - 1
+    kl = (inputs["logprobs"] - inputs["ref_logprobs"])[:, start:]
+    values, mask = inputs["values"][:, start:], inputs["attention_mask"][:, start + 1 :].bool()
+    longer = torch.cat([mask[:, :1], mask[:, :-1]], 1)  # the full answer stays as it is
+    rewards, advantages, returns = advantages_of(kl, values, inputs["reward_score"], longer)
+    torch.testing.assert_close(rewards, expected["rewards"][:, start:], atol=1e-9, rtol=0)
+    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(returns, expected["returns"], atol=1e-9, rtol=0)
+
+    new_log_probs, new_values = (inputs[name].requires_grad_() for name in ("new_logprobs", "new_values"))
+    log_ratio = (new_log_probs - inputs["logprobs"])[:, start:]
+    actor_loss = ppo_rlhf.clipped_policy_loss(log_ratio[mask], advantages[mask], 0.2)
+    critic_loss = ppo_rlhf.clipped_value_loss(new_values[:, start:][mask], values[mask], returns[mask], 0.2)
+    (actor_loss + critic_loss).backward()
+    assert actor_loss.item() == pytest.approx(expected["actor_loss"], abs=1e-9)
+    assert critic_loss.item() == pytest.approx(expected["critic_loss"], abs=1e-9)
+    torch.testing.assert_close(new_log_probs.grad, expected["grad_actor_new_logprobs"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(new_values.grad, expected["grad_critic_new_values"], atol=1e-9, rtol=0)
+
+    _, ours, _ = advantages_of(kl, values, inputs["reward_score"], mask)
+    for others in (advantages, golden("rlhf_without_zeroing")[1]["advantages"]):
+        torch.testing.assert_close(ours[1], others[1], atol=1e-9, rtol=0)
+        assert ((ours[0] - others[0]).abs()[mask[0]] > 0.05).all()
+
+
+class Fixed:
+    """Stands for a model: whatever it is asked, it answers with these numbers. As an actor logits (B, L, V), as a
+    critic or a reward model one number for every token (B, L)."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __call__(self, **inputs):
+        return SimpleNamespace(logits=self.numbers)
+
+    def base_model(self, **inputs):
+        return SimpleNamespace(last_hidden_state=self.numbers.unsqueeze(-1))
+
+    def score(self, hidden):
+        return hidden
+
+
+def one_update(inputs, eos, more=0):
+    """What the script makes of an experience and an update of the oracle's. more: tokens that count as part of an
+    answer although they are not trained."""
+    tensors = {name: torch.tensor(value) for name, value in inputs.items()}
+    P, prompts = inputs["prompt_length"], tensors["sequences"][:, : inputs["prompt_length"]]
+    prompt_mask = (prompts != inputs["pad"]).long()
+    answers = ppo_rlhf.join_answers(prompts, prompt_mask, tensors["sequences"][:, P:], eos)
+    mask = answers[-1]
+    experience = {
+        "log_probs": ppo_rlhf.get_log_probs(Fixed(tensors["logits"]), *answers, 1.0)[0],
+        "ref_log_probs": ppo_rlhf.get_log_probs(Fixed(tensors["ref_logits"]), *answers, 1.0)[0],
+        "values": ppo_rlhf.get_values(Fixed(tensors["values"]), *answers),
+        "scores": ppo_rlhf.get_scores(Fixed(tensors["token_scores"]), *answers),
+    }
+    longer = torch.cat([mask[:, :1]] * more + [mask[:, : mask.shape[1] - more]], 1)
+    kl = experience["log_probs"] - experience["ref_log_probs"]
+    rewards, advantages, returns = advantages_of(kl, experience["values"], experience["scores"], longer)
+    new_logits, new_values = (tensors[name].requires_grad_() for name in ("new_logits", "new_values"))
+    new_log_probs, _ = ppo_rlhf.get_log_probs(Fixed(new_logits), *answers, 1.0)
+    actor_loss = ppo_rlhf.clipped_policy_loss(
+        (new_log_probs - experience["log_probs"])[mask], advantages[mask], clip_coef=0.2
+    )
+    values = ppo_rlhf.get_values(Fixed(new_values), *answers)
+    critic_loss = ppo_rlhf.clipped_value_loss(values[mask], experience["values"][mask], returns[mask], 0.2)
+    (actor_loss + critic_loss).backward()
+    losses = {"actor_loss": actor_loss, "critic_loss": critic_loss}
+    gradients = {"gradient_logits": new_logits.grad, "gradient_values": new_values.grad}
+    return experience | {"rewards": rewards, "advantages": advantages, "returns": returns} | losses | gradients
+
+
+def response_only(name, numbers, prompt_length):
+    """The oracle has some numbers for the prompt too."""
+    numbers = torch.tensor(numbers)
+    return numbers[:, prompt_length - 1 :] if name in ("log_probs", "ref_log_probs", "values") else numbers
+
+
+def test_update_is_that_of_deepspeed_chat_for_full_answers():
+    """Its own code, called once (see "recipe" in rlhf_oracle.json): an experience, rewards, advantages, both losses
+    and their gradients."""
+    inputs, expected = ORACLE["full"]["inputs"], ORACLE["full"]["outputs"]
+    ours = one_update(inputs, eos=1)
+    for name, numbers in expected.items():
+        numbers = response_only(name, numbers, inputs["prompt_length"])
+        torch.testing.assert_close(ours[name], numbers, atol=1e-5, rtol=1e-5, check_dtype=False)
+
+
+def test_update_differs_from_deepspeed_chat_for_short_answers():
+    """The score is the same, its place is not: later advantages of the two short answers differ, everything of the full
+    one is equal. With the original's place for it, all is equal."""
+    inputs, expected = ORACLE["short"]["inputs"], ORACLE["short"]["outputs"]
+    ours, theirs = one_update(inputs, eos=1), one_update(inputs, eos=1, more=1)
+    torch.testing.assert_close(ours["scores"], torch.tensor(expected["scores"]))
+    advantages = torch.tensor(expected["advantages"])
+    torch.testing.assert_close(ours["advantages"][1], advantages[1])
+    assert abs(ours["advantages"][0, 2] - advantages[0, 2]) > 0.05
+    assert abs(ours["advantages"][2, 1] - advantages[2, 1]) > 0.05
+    for name in ("rewards", "advantages", "returns", "actor_loss", "critic_loss", "gradient_logits", "gradient_values"):
+        torch.testing.assert_close(theirs[name], torch.tensor(expected[name]), atol=1e-5, rtol=1e-5, check_dtype=False)
+
+
+def test_adaptive_kl_coefficient():
+    inputs, expected = golden("rlhf_lm_human_preferences")
+    kl_coef = ppo_rlhf.adapt_kl_coef(
+        inputs["kl_coef"],
+        expected["mean_kl"],
+        inputs["kl_target"],
+        inputs["kl_horizon"],
+        inputs["batch_size_for_kl"],
+    )
+    assert kl_coef == pytest.approx(expected["kl_coef_after_update"], abs=1e-12)
+    assert ppo_rlhf.adapt_kl_coef(0.1, 9.0, 6.0, 100, 50) == pytest.approx(0.11)  # an error of 50% counts as 20%
+    assert ppo_rlhf.adapt_kl_coef(0.1, 6.6, 6.0, 100, 50) == pytest.approx(0.105)
+    assert ppo_rlhf.adapt_kl_coef(0.1, 0.0, 6.0, 20, 128) == pytest.approx(0.08)  # never below 0, which rewards KL
+
+
+@pytest.mark.parametrize("pad", [EOS, 9])
+def test_where_an_answer_ends(pad):
+    """EOS in the middle, at the end, at once, and none within the limit: the score is read at the last action and lands
+    on it, whatever the padding is."""
+    answers = torch.tensor([[5, 6, EOS, pad], [5, 6, 7, EOS], [EOS, pad, pad, pad], [5, 6, 7, 8]])
+    prompts, prompt_mask = torch.full((4, 2), 3), torch.ones(4, 2, dtype=torch.long)
+    batch = _, attention_mask, mask = ppo_rlhf.join_answers(prompts, prompt_mask, answers, EOS)
+    assert mask.sum(-1).tolist() == [3, 4, 1, 4]
+    assert attention_mask.sum(-1).tolist() == [5, 6, 3, 6]
+    numbered = Fixed(torch.arange(6.0).repeat(4, 1))
+    scores = ppo_rlhf.get_scores(numbered, *batch)
+    assert scores.tolist() == [4, 5, 2, 5]  # the places of 6 tokens, EOS included
+    assert ppo_rlhf.get_values(numbered, *batch)[0].tolist() == [1, 2, 3, 4]  # before each of the answer's 4 tokens
+    rewards = ppo_rlhf.compute_rewards(torch.zeros(4, 4), scores, mask, 0.1, 4.5)
+    expected = torch.tensor([[0, 0, 4, 0], [0, 0, 0, 4.5], [2, 0, 0, 0], [0, 0, 0, 4.5]])
+    assert torch.equal(rewards, expected)
+
+
+SETTINGS = {  # none of them a default
+    "gamma": 0.9,
+    "gae_lambda": 0.8,
+    "clip_coef": 0.3,
+    "vf_clip_coef": 0.4,
+    "clip_reward": 0.5,
+    "kl_coef": 0.6,
+    "max_grad_norm": 0.01,
+    "actor_learning_rate": 2e-3,
+    "critic_learning_rate": 3e-3,
+    "anneal_lr": True,
+}
+OFF = {"anneal_lr": False, "vf_clip_coef": None, "max_grad_norm": 0.0}
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS | OFF], ids=["on", "off"])
+def test_settings_reach_what_they_set(rlhf_args, calls, settings):
+    _, run_dir = ppo_rlhf.train(rlhf_args(**settings, num_minibatches=1, ppo_epochs=1))
+    for function, *names in (  # what it is given last
+        ("compute_rewards", "kl_coef", "clip_reward"),
+        ("answer_advantages", "gamma", "gae_lambda"),
+        ("clipped_policy_loss", "clip_coef"),
+        ("clipped_value_loss", "vf_clip_coef"),
+        ("apply_gradient", "max_grad_norm"),
+    ):
+        given = [arguments[-len(names) :] for arguments, _ in calls[function]]
+        assert given == [tuple(settings[name] for name in names)] * (8 if function == "apply_gradient" else 4)
+    remaining = (1, 0.75, 0.5, 0.25) if settings["anneal_lr"] else (1, 1, 1, 1)
+    logged = [float(row["charts/learning_rate"]) for row in rows(run_dir)]
+    assert logged == pytest.approx([2e-3 * share for share in remaining])
+    checkpoint = ppo_rlhf.load_checkpoint(run_dir)
+    last = [checkpoint[name]["param_groups"][0]["lr"] for name in ("actor_optimizer", "critic_optimizer")]
+    assert last == pytest.approx([2e-3 * remaining[-1], 3e-3 * remaining[-1]])
+
+
+def test_ratio_is_one_in_the_first_minibatch(rlhf_args, calls):
+    """And the old log-probabilities and advantages stay what they are in later epochs."""
+    ppo_rlhf.train(rlhf_args(temperature=0.7, ppo_epochs=3))
+    given = [arguments for arguments, _ in calls["clipped_policy_loss"]]
+    ratios, advantages = [log_ratio.abs().max() for log_ratio, *_ in given], [mb for _, mb, _ in given]
+    assert len(ratios) == 4 * 3 * 2
+    for first, (arguments, (estimated, _)) in zip(range(0, len(ratios), 6), calls["answer_advantages"]):
+        assert ratios[first] < 1e-5 and all(ratio > 1e-4 for ratio in ratios[first + 1 : first + 6])
+        epochs = [torch.cat(advantages[i : i + 2]).sort().values for i in range(first, first + 6, 2)]
+        expected = estimated[arguments[2]].sort().values  # of the mask
+        assert all(torch.equal(epoch, expected) for epoch in epochs)  # as they came, all of them
+    # In minibatches of their own in every epoch.
+    sets = [tuple(sorted(advantages[i].tolist())) for i in range(0, len(advantages), 2)]
+    assert len(set(sets)) == len(sets)
+
+
+def test_norm_adv(rlhf_args, calls):
+    """The advantages of every minibatch have mean 0 and standard deviation 1; without the flag they do not."""
+    for norm_adv in (True, False):
+        calls["clipped_policy_loss"].clear()
+        ppo_rlhf.train(rlhf_args(norm_adv=norm_adv, total_episodes=16))
+        given = [advantages for (_, advantages, _), _ in calls["clipped_policy_loss"]]
+        assert len(given) == 8
+        moments = torch.stack([torch.stack([x.mean(), x.std() - 1]) for x in given]).abs()
+        assert (moments < 1e-4).all() if norm_adv else (moments > 1e-2).any(0).all()
+
+
+def test_min_response_length(rlhf_args, calls):
+    """Shorter answers are scored and logged, and not trained on."""
+    one = {"total_episodes": 64, "batch_size": 64, "num_minibatches": 1, "ppo_epochs": 1}
+    _, run_dir = ppo_rlhf.train(rlhf_args(**one, min_response_length=5))
+    ((_, (_, _, mask)),), (((log_ratio, *_), _),) = calls["generate"], calls["clipped_policy_loss"]
+    lengths = mask.sum(-1)  # of each answer
+    assert (lengths < 5).any() and (lengths == 5).any() and (lengths > 5).any()
+    assert len(log_ratio) == lengths[lengths >= 5].sum()
+    assert float(rows(run_dir)[0]["charts/response_length"]) == pytest.approx(lengths.float().mean().item())
+
+
+def test_padding_changes_no_loss_and_no_gradient(rlhf_args, monkeypatch):
+    """One whole iteration, with more padding on the left, on the right and on both sides."""
+    original, pad = ppo_rlhf.generate, torch.nn.functional.pad
+
+    def padded(*arguments):
+        sequences, attention_mask, mask = original(*arguments)
+        both = left, right
+        return pad(sequences, both, value=EOS), pad(attention_mask, both), pad(mask, (0, right))
+
+    monkeypatch.setattr(ppo_rlhf, "generate", padded)
+    one_step = {"total_episodes": 8, "num_minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 0.0}
+    runs = []
+    for left, right in ((0, 0), (3, 0), (0, 4), (7, 2)):  # noqa: B007
+        _, run_dir = ppo_rlhf.train(rlhf_args(**one_step))
+        row = {name: float(x) for name, x in rows(run_dir)[0].items() if "second" not in name}
+        saved, learned = ppo_rlhf.load_checkpoint(run_dir), [row["losses/policy_loss"], row["losses/value_loss"]]
+        for name in ("actor_optimizer", "critic_optimizer"):  # Adam's mean is now a tenth of the gradient
+            learned += [10 * state["exp_avg"] for state in saved[name]["state"].values()]
+        runs.append((row, learned))
+    for row, learned in runs[1:]:
+        torch.testing.assert_close(learned, runs[0][1], atol=1e-5, rtol=1e-4)
+        assert row == pytest.approx(runs[0][0], rel=1e-3, abs=1e-5)
