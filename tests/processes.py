@@ -1,0 +1,102 @@
+"""Scripts in processes of their own, for the tests that kill, stop or pair them.
+
+They are forked from a server that has imported torch and the scripts already, so each one starts at once. (`run` in
+conftest.py starts a whole new Python.)"""
+
+import importlib
+import multiprocessing.forkserver
+import os
+import sys
+import tempfile
+import time
+
+import torch
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["ppo_continuous", "ppo_discrete", "ppo_rnn", "probes", "processes"])
+
+
+def start_server():
+    """It only finds the scripts on the path if it is started with it."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    multiprocessing.forkserver.ensure_running()
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+
+
+def work(function, arguments, environment, output):
+    os.setsid()  # a process group of its own, as a job of a terminal
+    os.environ.update(environment)
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
+
+
+def run_main(script, flags):
+    importlib.import_module("probes")
+    sys.argv = [f"{script}.py", *flags]
+    sys.exit(importlib.import_module(script).main())
+
+
+def die_with_half_a_checkpoint(script, flags):
+    """As if the power went: half of the second checkpoint is on the disk."""
+    save, calls = torch.save, []
+
+    def save_half(checkpoint, path):
+        save(checkpoint, path)
+        calls.append(path)
+        if len(calls) == 2:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os._exit(9)
+
+    torch.save = save_half
+    run_main(script, flags)
+
+
+class Started:
+    """A new process that calls function(*arguments), with some methods of subprocess.Popen. What it prints goes to the
+    file `output`, by default one for `communicate`."""
+
+    def __init__(self, function, *arguments, environment=None, output=None):
+        self.printed = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  as long as this object
+        start_server()
+        self.process = FORKS.Process(
+            target=work, args=(function, arguments, environment or {}, output or self.printed.name)
+        )
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self.process.kill()
+
+    def wait(self, timeout=120):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise TimeoutError(f"process {self.pid} has not ended after {timeout} seconds")
+
+    def communicate(self, timeout=120):
+        """What it printed until it ended, and None, as from Popen."""
+        self.wait(timeout)
+        return self.printed.read(), None
+
+
+def wait_for(condition, process, seconds=120):
+    for _ in range(int(seconds * 50)):
+        if result := condition():
+            return result
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise TimeoutError
