@@ -12,7 +12,7 @@ from conftest import ONE, probe, scalars
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
-# test_rnn.py has the probe of a memory.
+# test_memory_advantages.py has the probe of a memory.
 NO_MEMORY = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 
 

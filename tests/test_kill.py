@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import time
 
 from conftest import (
     LONG,
@@ -40,6 +41,7 @@ def test_kill_and_resume(script, tmp_path, main):
     lines = [",".join(row) for row in [header, *kept[:9], ["4", "-0."], *kept[9:]]]
     lines += [f"{last + 64},-0.5,1,9.9", f"{last + 64},-0."]
     (killed / "episodes.csv").write_text("\n".join(lines))
+    time.sleep(1)  # TensorBoard sorts a run's files by the second in which they began
     with SummaryWriter(killed) as writer:  # and what TensorBoard may have been told before it
         writer.add_scalar("losses/value_loss", 99.0, last + 1)
 

@@ -46,11 +46,11 @@ def test_episodes_span_rollouts(script, small_args):
 
 def test_speed_leaves_out_the_first_iteration(script, small_args):
     """charts/SPS counts from the end of the first iteration, in which functions are compiled."""
-    steps = {"num_envs": 1, "num_steps": 256, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 256 * 9}
+    steps = {"num_envs": 1, "num_steps": 256, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 256 * 6}
     _, run_dir = script.train(small_args(env_id=probe(script, "Slow"), **steps))
     *_, speed = EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")
     first, *_, last = [float(row[-1]) for row in rows(run_dir)[1:]]  # of the first iteration, of the last one
-    assert speed.value == pytest.approx(256 * 8 / (last - first), rel=0.1)
+    assert speed.value == pytest.approx(256 * 5 / (last - first), rel=0.1)
 
 
 def test_metric_table_lists_what_is_logged(script, run_dir):
