@@ -1,6 +1,8 @@
+import csv
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +21,18 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(TESTS)]
 
 import probes  # noqa: E402, F401
+from processes import Started, run_main, wait_for  # noqa: E402, F401
 
 torch.set_num_threads(1)
 SCRIPTS = ["ppo_continuous", "ppo_discrete", "ppo_rnn"]
 # For services that are the same text in all scripts, and take long to try.
 ONE = pytest.mark.parametrize("script", SCRIPTS[:1], indirect=True)
+DISCRETE = pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
+RNN = pytest.mark.parametrize("script", ["ppo_rnn"], indirect=True)
+BOX = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+# A run that lasts long enough to be stopped or killed.
+LONG = {"total_timesteps": 16 * 4 * 150, "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
+LONG |= {"compile": False, "checkpoint_interval": 7, "seed": 5}
 # What makes a run small enough for a test.
 SMALL = {
     "total_timesteps": 256,
@@ -33,7 +42,7 @@ SMALL = {
     "update_epochs": 2,
     "compile": False,
 }
-ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_rnn.py has the other kind
+ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_memory.py has the other kind
 REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v4"}
 NO_BOUNDS = {
     "ppo_continuous": {"log_std_min": None, "log_std_max": None},
@@ -63,6 +72,18 @@ def small_args(script, tmp_path):
         return script.Args(**({"env_id": probe(script), "runs_dir": runs_dir} | SMALL | changes))
 
     return make
+
+
+FINISHED = {}  # run folders, by script; nothing changes them
+
+
+@pytest.fixture
+def run_dir(script, small_args, tmp_path, tmp_path_factory):
+    """A finished small run. Each test has a copy of the same one."""
+    name = script.__name__
+    if name not in FINISHED:
+        _, FINISHED[name] = script.train(small_args(runs_dir=str(tmp_path_factory.mktemp("finished"))))
+    return Path(shutil.copytree(FINISHED[name], tmp_path / "runs" / FINISHED[name].name))
 
 
 @pytest.fixture
@@ -144,6 +165,14 @@ def make_agent(script, obs_size=3, action_size=3, **args):
     return script.Agent((obs_size,), {"sizes": sizes, "start": np.zeros_like(sizes)}, script.Args(**args))
 
 
+def policy(script, sizes):
+    """An agent whose observations are the logits of its actions, which have these numbers of choices."""
+    size, sizes = int(sum(sizes)), np.array(sizes)
+    agent = script.Agent((size,), {"sizes": sizes, "start": np.zeros_like(sizes)}, script.Args())
+    agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(size, 1)
+    return agent
+
+
 def act(agent, raw_obs):
     """What the agent does at the start of an episode."""
     action = agent.predict(raw_obs)
@@ -187,6 +216,12 @@ def flags_of(**args):
     return flags
 
 
+def start(script, runs_dir, environment=None, output=None, **args):
+    """The script's command line in a new process: start("ppo_rnn", tmp_path, num_envs=4)."""
+    flags = [f"--runs-dir={runs_dir}", *flags_of(**args)]
+    return Started(run_main, script, flags, environment=environment, output=output)
+
+
 @pytest.fixture(autouse=True)
 def event_files_in_order(monkeypatch):
     """TensorBoard reads files in the order of their names, which end in a second and a counter of this process: 10 is
@@ -201,3 +236,46 @@ def scalars(run_dir):
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
     return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def rows(run_dir):
+    with open(run_dir / "episodes.csv") as file:
+        return list(csv.reader(file))
+
+
+def assert_same_learner(one, two):
+    """Two checkpoints whose every tensor and number is equal to the bit, but for the time they took."""
+    assert one["global_step"] == two["global_step"]
+    torch.testing.assert_close(one["optimizer"], two["optimizer"], atol=0, rtol=0)
+    torch.testing.assert_close(one["agent"].state_dict(), two["agent"].state_dict(), atol=0, rtol=0)
+
+
+def checkpointed_step(script, runs_dir):
+    for path in runs_dir.glob("*/checkpoint.pt"):
+        return script.load_checkpoint(path.parent)["global_step"]
+    return 0
+
+
+def assert_one_line(finished, message, code=2):
+    assert finished.returncode == code, finished.stderr
+    errors = [line for line in finished.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1 and message in errors[0], finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+class Policy:
+    """Stands in for an agent: gives ppo_loss the log-probabilities, entropy and values of a golden case."""
+
+    def __init__(self, log_probs, entropy, values):
+        self.outputs = log_probs, entropy, values
+
+    def get_action_and_value(self, obs, action, *masks):
+        return action, *self.outputs
+
+
+def loss_and_metrics(script, inputs, scale=1.0, **args):
+    zeros = torch.zeros_like(inputs["old_logprob"])
+    new_log_probs = inputs.get("new_logprob", zeros)
+    policy = Policy(new_log_probs, inputs.get("entropy", zeros), inputs.get("new_values", zeros))
+    minibatch = [inputs.get(key, zeros) for key in ("old_logprob", "old_values", "advantages", "returns")]
+    return script.ppo_loss(policy, script.Args(**args), scale, None, None, *minibatch, *MASKS[script.__name__])

@@ -182,17 +182,81 @@ class OneArray(gym.Env):
         return self.obs, 0.0, False, bool(self.obs[0] == 5), {}
 
 
-for name, discrete in (("box", False), ("discrete", True)):
-    gym.register(f"{name}/Chain-v0", Chain, kwargs={"discrete": discrete})
-    gym.register(f"{name}/AlignedChain-v0", Chain, kwargs={"discrete": discrete, "lengths": (8,)})
-    gym.register(f"{name}/Target-v0", Target, kwargs={"discrete": discrete})
-    gym.register(f"{name}/NanReward-v0", Broken, kwargs={"discrete": discrete})
-    gym.register(f"{name}/NanObs-v0", Broken, kwargs={"discrete": discrete, "where": "obs"})
-    for where in ("infinity", "shape", "raise", "some", "hang", "slow"):
-        gym.register(f"{name}/{where.title()}-v0", Broken, kwargs={"discrete": discrete, "where": where})
-    gym.register(f"{name}/Shaped-v0", Shaped, kwargs={"discrete": discrete})
-    gym.register(f"{name}/Integers-v0", Integers, kwargs={"discrete": discrete})
-    gym.register(f"{name}/OtherTypes-v0", OtherTypes, kwargs={"discrete": discrete})
-    gym.register(f"{name}/Whole-v0", Whole, kwargs={"discrete": discrete})
-    gym.register(f"{name}/OneArray-v0", OneArray, kwargs={"discrete": discrete})
-    gym.register(f"{name}/Words-v0", Words, kwargs={"discrete": discrete})
+class Masked(gym.Env):
+    """Every state allows other choices, the first of an episode too, and the one that was truncated has none left;
+    refuses a forbidden choice. The return is the number of steps in which the highest allowed choices were taken."""
+
+    def __init__(self, form="flat"):
+        self.observation_space = gym.spaces.Box(0, 1, (5,), np.float32)
+        self.action_space, self.form = gym.spaces.MultiDiscrete([3, 2]), form
+
+    def observe(self):
+        self.masks = [self.np_random.integers(0, 2, size, dtype=np.int8) for size in (3, 2)]
+        for mask in self.masks:
+            mask[self.np_random.integers(len(mask))] = 1
+        flat = np.concatenate(self.masks)
+        form = {
+            "flat": flat,
+            "tuple": tuple(self.masks),
+            "list": flat.tolist(),
+            "lists": [x.tolist() for x in self.masks],
+        }
+        form |= {"row": flat[None], "short": flat[:-1], "none": flat * 0, "number": 1}
+        return flat.astype(np.float32), {"action_mask": form[self.form]}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe()
+
+    def step(self, action):
+        assert all(mask[choice] for mask, choice in zip(self.masks, action)), "a forbidden choice"
+        reward = float(all(not mask[choice + 1 :].any() for mask, choice in zip(self.masks, action)))
+        self.steps += 1
+        obs, infos = self.observe()
+        ended = self.steps == 5
+        if ended and self.form in ("flat", "tuple", "list"):  # a vector mixes these, but no rows and lists of lists
+            infos["action_mask"] = np.zeros(5, np.int8)
+        return obs, reward, False, ended, infos
+
+
+class Images(gym.Env):
+    """A picture that is bright on the side that has to be chosen."""
+
+    def __init__(self, shape=(40, 48, 3)):
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.side = int(self.np_random.integers(2))
+        image = np.zeros(self.observation_space.shape, np.uint8)
+        bright = slice(24 * self.side, 24 * self.side + 24)
+        image[(..., bright) if image.shape[0] == 3 else (slice(None), bright)] = 255
+        return image, {}
+
+    def step(self, action):
+        image = np.full(self.observation_space.shape, 7, np.uint8)
+        return image, float(action == self.side), False, True, {}
+
+
+def register(name, environment, **kwargs):
+    """As box/NAME-v0 and as discrete/NAME-v0, by their actions."""
+    for kind in ("box", "discrete"):
+        gym.register(f"{kind}/{name}-v0", environment, kwargs={"discrete": kind == "discrete"} | kwargs)
+
+
+register("Chain", Chain)
+register("AlignedChain", Chain, lengths=(8,))
+register("Target", Target)
+register("NanReward", Broken)
+register("NanObs", Broken, where="obs")
+for where in ("infinity", "shape", "raise", "some", "hang", "slow"):
+    register(where.title(), Broken, where=where)
+for environment in (Shaped, Integers, OtherTypes, Whole, OneArray, Words):
+    register(environment.__name__, environment)
+gym.register("masks/Masked-v0", Masked)
+gym.register("images/Last-v0", Images)
+gym.register("images/First-v0", Images, kwargs={"shape": (3, 40, 48)})
+gym.register("images/Small-v0", Images, kwargs={"shape": (7, 48, 3)})
+gym.register("images/Middle-v0", Images, kwargs={"shape": (40, 3, 48)})

@@ -1,54 +1,102 @@
-"""Processes that begin with everything imported: forks of this one, which start in no time."""
+"""Scripts in processes of their own, for the tests that kill, stop or pair them.
 
+They are forked from a server that has imported torch and the scripts already, so each one starts at once. (`run` in
+conftest.py starts a whole new Python.)"""
+
+import importlib
+import multiprocessing.forkserver
 import os
-import socket
 import sys
+import tempfile
 import time
-import traceback
-import warnings
+
+import torch
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["ppo_continuous", "ppo_discrete", "ppo_rnn", "probes", "processes"])
 
 
-def fork(function, *arguments, stderr=None):
-    """Call the function in a process of its own, whose messages go to the file stderr. -> its id
-
-    It ends with what the function returns or exits with (None: 0), and with 1 if the function raises."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of JAX, which the new process does not use
-        child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        if stderr:
-            sys.stderr = open(stderr, "w", buffering=1)  # noqa: SIM115, it ends with the process
-        status = function(*arguments) or 0
-    except SystemExit as exit:
-        status = exit.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+def start_server():
+    """It only finds the scripts on the path if it is started with it."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    multiprocessing.forkserver.ensure_running()
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
 
 
-def exit_status(child, timeout=60):
-    """Wait for a process. -> its exit status, or minus the signal that ended it"""
-    end = time.monotonic() + timeout
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(child, 9)
-        time.sleep(0.01)
-    return os.waitstatus_to_exitcode(ended[1])
+def work(function, arguments, environment, output):
+    os.setsid()  # a process group of its own, as a job of a terminal
+    os.environ.update(environment)
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
 
 
-def two_ranks(function):
-    """Call function(rank) in two processes, with the environment variables of `torchrun --nproc-per-node 2`."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def run_main(script, flags):
+    importlib.import_module("probes")
+    sys.argv = [f"{script}.py", *flags]
+    sys.exit(importlib.import_module(script).main())
 
-    def start(rank):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-        function(rank)
 
-    ranks = [fork(start, rank) for rank in range(2)]
-    assert [exit_status(child) for child in ranks] == [0, 0]
+def die_with_half_a_checkpoint(script, flags):
+    """As if the power went: half of the second checkpoint is on the disk."""
+    save, calls = torch.save, []
+
+    def save_half(checkpoint, path):
+        save(checkpoint, path)
+        calls.append(path)
+        if len(calls) == 2:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os._exit(9)
+
+    torch.save = save_half
+    run_main(script, flags)
+
+
+class Started:
+    """A new process that calls function(*arguments), with some methods of subprocess.Popen. What it prints goes to the
+    file `output`, by default one for `communicate`."""
+
+    def __init__(self, function, *arguments, environment=None, output=None):
+        self.printed = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  as long as this object
+        start_server()
+        self.process = FORKS.Process(
+            target=work, args=(function, arguments, environment or {}, output or self.printed.name)
+        )
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self.process.kill()
+
+    def wait(self, timeout=120):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise TimeoutError(f"process {self.pid} has not ended after {timeout} seconds")
+
+    def communicate(self, timeout=120):
+        """What it printed until it ended, and None, as from Popen."""
+        self.wait(timeout)
+        return self.printed.read(), None
+
+
+def wait_for(condition, process, seconds=120):
+    for _ in range(int(seconds * 50)):
+        if result := condition():
+            return result
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise TimeoutError

@@ -1,18 +1,14 @@
-"""What test_ranks.py starts under torchrun: trains, and leaves what this rank has and did in OUT/rank-R.pt.
-
-torchrun --nproc-per-node 2 tests/ranks.py SCRIPT OUT FLAGS
-"""
+"""What test_ranks.py starts in each of two processes: it trains, and leaves what this rank has and did in
+OUT/rank-R.pt."""
 
 import importlib
 import os
-import sys
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 MEMBERS = []  # all environments of this process
 
 
@@ -44,14 +40,9 @@ for name, discrete in (("box", False), ("discrete", True)):
     gym.register(f"{name}/Numbered-v0", Numbered, kwargs={"discrete": discrete}, max_episode_steps=16)
 
 
-def main():
-    name, out, *flags = sys.argv[1:]
+def train(name, out, flags):
     script = importlib.import_module(name)
     agent, run_dir = script.train(script.parse_args(flags))
     left = {"agent": agent.state_dict(), "has_folder": run_dir is not None}
     left |= {"seeds": [x.first_seed for x in MEMBERS], "actions": np.array([x.actions for x in MEMBERS])}
     torch.save(left, Path(out) / f"rank-{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,49 +1,19 @@
-"""Advantages: golden vectors, SB3's rollout buffer, and the probe whose every advantage is exactly zero."""
+"""Advantages: SB3's rollout buffer, and the probe whose every advantage is exactly zero."""
 
 import dataclasses
 import json
 
 import gymnasium as gym
 import numpy as np
+import probes
 import pytest
 import torch
-from conftest import ONE, golden, probe, scalars
+from conftest import ONE, probe, scalars
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
-# test_rnn.py has the probe of a memory.
+# test_memory_advantages.py has the probe of a memory.
 NO_MEMORY = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
-
-
-def gae(script, inputs, lam=None, final_values=None):
-    """compute_gae on a golden case, its next values built from `values`, `last_values` and the final values."""
-    values = inputs["values"]
-    terminations = inputs.get("terminations", inputs.get("dones", torch.zeros_like(values))).bool()
-    truncations = inputs.get("truncations", torch.zeros_like(values)).bool()
-    next_values = torch.cat([values[1:], inputs["last_values"][None]])
-    if final_values is not None:
-        next_values = torch.where(truncations, final_values, next_values)
-    lam = inputs["gae_lambda"] if lam is None else lam
-    return script.compute_gae(inputs["rewards"], values, next_values, terminations, truncations, inputs["gamma"], lam)
-
-
-@pytest.mark.parametrize("case", ["gae_no_dones", "gae_done_is_terminal", "gae_truncation_bootstrap"])
-def test_golden(script, case):
-    inputs, expected = golden(case)
-    advantages, returns = gae(script, inputs, final_values=inputs.get("final_values"))
-    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
-    torch.testing.assert_close(returns, expected["returns"], atol=1e-9, rtol=0)
-
-
-def test_golden_lambdas_and_single_step(script):
-    inputs, expected = golden("gae_lambda_0_and_1")
-    torch.testing.assert_close(gae(script, inputs, lam=0.0)[0], expected["advantages_lambda0"], atol=1e-9, rtol=0)
-    advantages, returns = gae(script, inputs, lam=1.0)
-    torch.testing.assert_close(advantages, expected["advantages_lambda1"], atol=1e-9, rtol=0)
-    torch.testing.assert_close(returns, expected["discounted_returns"], atol=1e-9, rtol=0)
-    inputs, expected = golden("gae_T1")
-    advantages, _ = gae(script, inputs, final_values=inputs["final_values"])
-    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("T, lam", [(40, 0.9), (40, 0.0), (40, 1.0), (1, 0.9)])
@@ -127,3 +97,32 @@ def test_recomputed_advantages_are_those_of_the_current_critic(script, small_arg
     for loss, expected_loss, epoch_values in zip(losses[1:], expected[1:], values[1:]):
         assert (loss == pytest.approx(expected_loss, rel=1e-5)) == recompute
         assert torch.equal(epoch_values, values[0]) != recompute
+
+
+class BothEnds(gym.Env):
+    """Every third step terminates and truncates at once; nothing is observed there."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        end = self.steps == 3
+        return np.full(2, np.nan if end else self.steps, np.float32), 1.0, end, end, {}
+
+
+probes.register("BothEnds", BothEnds)
+
+
+def test_both_flags_at_once(script, small_args):
+    """The episode has terminated: its last observation does not matter, not even NaN."""
+    _, run_dir = script.train(small_args(env_id=probe(script, "BothEnds"), recompute_advantages=True))
+    state = script.load_checkpoint(run_dir)["agent"].state_dict()
+    assert all(tensor.isfinite().all() for name, tensor in state.items() if not name.startswith("action_"))

@@ -148,7 +148,7 @@ def test_evaluation_sees_what_training_saw(script):
     envs = script.make_envs(script.Args(**script.ATARI | {"env_id": "ALE/Pong-v5"}), 1)
     # The no-ops at the start are random: look for a start with the same number of them.
     obs, infos = envs.reset(seed=np.array([1]))
-    for seed in range(1000):
+    for seed in (25, *range(1000)):  # 25 is one, with ale-py 0.12
         one, info = env.reset(seed=seed)
         if info["episode_frame_number"] == infos["episode_frame_number"][0]:
             break

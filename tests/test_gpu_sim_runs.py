@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch_envs
 from conftest import ROOT, flags_of, scalars
+from forks import exit_status, fork, two_ranks
 from gpu_sim import SMALL, env_id_of, make_args, script
-from processes import exit_status, fork, two_ranks
 
 HAS_BRAX = importlib.util.find_spec("brax") is not None
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, scalars
-from processes import two_ranks
+from forks import two_ranks
 
 from recipes import TEN, episodes, small, with_recipes
 

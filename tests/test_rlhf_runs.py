@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, flags_of, scalars
-from processes import exit_status, fork, two_ranks
+from forks import exit_status, fork, two_ranks
 from rlhf import EOS, ppo_rlhf, rows, save, transformers
 
 pytest_plugins = "rlhf_fixtures"

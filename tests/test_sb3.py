@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
-import test_discrete  # registers masks/Masked-v0  # noqa: F401
 import torch
 from conftest import NO_BOUNDS, scalars
 from sb3_contrib import MaskablePPO, RecurrentPPO

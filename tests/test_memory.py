@@ -1,14 +1,11 @@
-"""What only ppo_rnn.py has: a memory, its state between steps, rollouts and episodes, and the replay in the update."""
+"""ppo_rnn.py: the state of its memory between steps, rollouts and episodes, and the replay in the update."""
 
 import json
-import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
-import test_discrete  # registers environments with masks and with images  # noqa: F401
 import torch
-from conftest import SMALL, golden, scalars
+from conftest import SMALL
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -40,9 +37,6 @@ def some_actions(kind, *shape):
     return torch.randint(2, (*shape, 2)) if kind == "discrete" else torch.randn(*shape, 2)
 
 
-# ---------------------------------------------------------------------------------------------------- replay
-
-
 def starts_at(T, n, *places):
     starts = torch.zeros(T, n, dtype=torch.bool)
     for place in places:
@@ -51,6 +45,8 @@ def starts_at(T, n, *places):
 
 
 T, n = 13, 4
+
+
 STARTS = {
     "none": starts_at(T, n),
     "first step": starts_at(T, n, 0),
@@ -138,21 +134,6 @@ def test_reset_is_exact(cell):
     assert not torch.autograd.grad(one.sum(), states[0])[0].any()
 
 
-def test_golden_reset():
-    """Outputs and final state of an LSTM whose state is reset before some of the steps."""
-    inputs, expected = golden("lstm_done_reset")
-    memory = script.Memory("lstm", 2, 2).double()
-    weights = {name: inputs[name] for name in ("weight_ih", "weight_hh", "bias_ih")}
-    memory.cell.load_state_dict(weights | {"bias_hh": torch.zeros(8)})
-    x, starts = inputs["x"], inputs["dones_before"].bool()
-    state = torch.cat([inputs["h0"], inputs["c0"]], -1)
-    torch.testing.assert_close(memory.unroll(x, starts, state), expected["outputs"], atol=1e-9, rtol=0)
-    for t in range(len(x)):
-        output, state = memory.step(x[t], torch.where(starts[t].unsqueeze(1), 0.0, state))
-        torch.testing.assert_close(output, expected["outputs"][t], atol=1e-9, rtol=0)
-    torch.testing.assert_close(state, torch.cat([expected["h_final"], expected["c_final"]], -1), atol=1e-9, rtol=0)
-
-
 def test_initialisation_of_the_memory():
     """Orthogonal weights, zero biases, zero state."""
     agent = script.Agent((3,), {"low": np.zeros(1), "high": np.ones(1)}, script.Args(separate_critic_rnn=True))
@@ -182,7 +163,25 @@ def test_critic_with_a_memory_of_its_own(cell):
             assert separate != any(gradient.any() for gradient in untouched)
 
 
-# ---------------------------------------------------------------------------------------------------- rollouts
+@BOTH_CELLS
+def test_replay_of_a_rollout_with_its_ends(cell):
+    """Features of observations, last and final observations, against a loop that steps aside for every final one."""
+    agent = make_agent(cell=cell, separate_critic_rnn=True)
+    truncations = STARTS["often"]
+    terminations = STARTS["seldom"]
+    starts = torch.cat([STARTS["first step"][:1], truncations | terminations])
+    obs, last_obs, final_obs = torch.randn(T, n, 3), torch.randn(n, 3), torch.randn(int(truncations.sum()), 3)
+    first = state = torch.randn(n, agent.initial_state(n).shape[1])
+    features, finals, columns = [], [], truncations.nonzero()[:, 1]
+    for t in range(T + 1):
+        state = torch.where(starts[t].unsqueeze(1), 0.0, state)
+        output, state = agent.remember(obs[t] if t < T else last_obs, state)
+        features.append(output)
+        for i in (truncations.nonzero()[:, 0] == t).nonzero().flatten():
+            finals.append(agent.remember(final_obs[i : i + 1], state[columns[i] : columns[i] + 1])[0][0])
+    found = script.replay_rollout(agent, obs, last_obs, final_obs, starts, truncations, first)
+    for one, two in zip(found, (torch.stack(features[:-1]), features[-1], torch.stack(finals))):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
@@ -274,105 +273,6 @@ def test_update_by_columns(args, seen, env_id, cell):
     torch.testing.assert_close(found, mean, atol=1e-6, rtol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------- advantages
-
-GAMMA = 15 / 16
-
-
-class Recall(gym.Env):
-    """The first observation of an episode shows a number, the others nothing of it. The value of every state is a
-    function of that number under any policy: the reward is V - gamma V, or V at a termination."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float64)
-
-    def __init__(self, discrete=True, lengths=(3, 5, 2, 7), end="truncated", cell="lstm"):
-        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (2,), np.float32)
-        self.lengths, self.end, self.cell, self.episode = lengths, end, cell, -1
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.episode = seed % len(self.lengths)
-        self.episode += 1
-        self.steps = 0
-        number = self.np_random.choice([-1, 1]) * self.np_random.uniform(0.3, 1)
-        self.value = math.tanh(number) if self.cell == "gru" else math.tanh(math.tanh(number))
-        return np.array([number, 1.0]), {}
-
-    def step(self, action):
-        self.steps += 1
-        ended = self.steps == self.lengths[self.episode % len(self.lengths)]
-        terminated, truncated = (ended and self.end in (end, "both") for end in ("terminated", "truncated"))
-        reward = self.value if terminated else (1 - GAMMA) * self.value
-        return np.array([self.np_random.uniform(-1, 1), 0.0]), reward, terminated, truncated, {}
-
-
-gym.register("memory/Recall-v0", Recall)
-
-
-def teach(agent):
-    """Now the first unit of its memory keeps the first number of an episode, and the critic reads it: the true value of
-    every state. All gates are shut or open for good, but for the one that lets the number in."""
-    for memory in agent.memories:
-        gates = [memory.cell.weight_ih.data, memory.cell.bias_ih.data]
-        memory.cell.weight_hh.data.zero_()
-        if memory.is_lstm:
-            entry, keep, content, out = zip(*(x.chunk(4) for x in gates))
-            entry[0].copy_(torch.tensor([0.0, 2e4])), entry[1].fill_(-1e4)  # open where the second number is 1
-            keep[0].zero_(), keep[1].fill_(1e4)
-            out[0].zero_(), out[1].fill_(1e4)
-        else:
-            reset, keep, content = zip(*(x.chunk(3) for x in gates))
-            reset[0].zero_()
-            keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
-        content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
-    agent.critic[0].weight.data.copy_(torch.eye(1, agent.args.hidden_size)), agent.critic[0].bias.data.zero_()
-
-
-@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
-@pytest.mark.parametrize("discrete, cell", [(True, "lstm"), (False, "gru")])
-def test_zero_advantage_probe(args, end, discrete, cell):
-    """The values depend on what was seen at the episode's start only. Episodes end at every position of the rollout, in
-    four environments that are out of step: every return is its value, in the first epoch and when recomputed. With
-    Box actions the critic has a memory of its own."""
-    settings = {"norm_obs": False, "norm_reward": False, "gamma": GAMMA, "num_steps": 6, "num_minibatches": 2}
-    settings |= {"cell": cell, "separate_critic_rnn": not discrete, "hidden_sizes": (), "learning_rate": 0.0}
-    settings |= {"env_kwargs": json.dumps({"discrete": discrete, "cell": cell, "end": end})}
-    agent, run_dir = script.train(args(env_id="memory/Recall-v0", total_timesteps=24, **settings))
-    teach(agent)
-    checkpoint = torch.load(run_dir / "checkpoint.pt") | {"agent": agent.state_dict()}
-    torch.save(checkpoint, run_dir / "checkpoint.pt")
-    script.train(args(env_id="memory/Recall-v0", total_timesteps=9 * 24, resume=str(run_dir), **settings))
-    logged = scalars(run_dir)
-    errors = [loss for step, loss in logged["losses/value_loss"] if step > 24]
-    assert len(errors) == 8 and max(errors) < 1e-14  # of 48 numbers: none is further from 0 than 1e-6
-    assert all(share > 0.999999 for step, share in logged["losses/explained_variance"] if step > 24)
-
-
-@BOTH_CELLS
-def test_replay_of_a_rollout_with_its_ends(cell):
-    """Features of observations, last and final observations, against a loop that steps aside for every final one."""
-    agent = make_agent(cell=cell, separate_critic_rnn=True)
-    truncations = STARTS["often"]
-    terminations = STARTS["seldom"]
-    starts = torch.cat([STARTS["first step"][:1], truncations | terminations])
-    obs, last_obs, final_obs = torch.randn(T, n, 3), torch.randn(n, 3), torch.randn(int(truncations.sum()), 3)
-    first = state = torch.randn(n, agent.initial_state(n).shape[1])
-    features, finals, columns = [], [], truncations.nonzero()[:, 1]
-    for t in range(T + 1):
-        state = torch.where(starts[t].unsqueeze(1), 0.0, state)
-        output, state = agent.remember(obs[t] if t < T else last_obs, state)
-        features.append(output)
-        for i in (truncations.nonzero()[:, 0] == t).nonzero().flatten():
-            finals.append(agent.remember(final_obs[i : i + 1], state[columns[i] : columns[i] + 1])[0][0])
-    found = script.replay_rollout(agent, obs, last_obs, final_obs, starts, truncations, first)
-    for one, two in zip(found, (torch.stack(features[:-1]), features[-1], torch.stack(finals))):
-        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------- acting, learning
-
-
 def test_predict_takes_masks_as_environments_give_them():
     """A tuple or list with an array for each dimension, or one array; of many environments, one for each. The action is
     of the type of its space."""
@@ -408,83 +308,6 @@ def test_predict_carries_the_state(kind, cell):
     np.testing.assert_allclose(action[0], agent.predict(obs[0, 0].numpy())[0], atol=1e-5)
 
 
-class Tell(gym.Env):
-    """One step per episode, whose return says which action was taken: the number of the pair (i, j), 2 i + j."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gym.spaces.MultiDiscrete([3, 2])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.ones(2, np.float32), {}
-
-    def step(self, action):
-        return np.ones(2, np.float32), float(2 * action[0] + action[1]), True, False, {}
-
-
-gym.register("memory/Tell-v0", Tell)
-
-
-def test_actions_of_a_run_are_drawn_from_its_policy(args):
-    """A checkpoint whose policy is known, resumed with learning rate 0: episodes.csv has the actions at their
-    probabilities, with a deviation of 0.008, and the update finds the probabilities that acting has stored."""
-    sizes = {"env_id": "memory/Tell-v0", "num_envs": 32, "num_steps": 32, "update_epochs": 1}
-    _, run_dir = script.train(args(total_timesteps=1024, **sizes))
-    checkpoint = torch.load(run_dir / "checkpoint.pt")
-    last_layer = checkpoint["agent"]["actor.4.weight"], checkpoint["agent"]["actor.4.bias"]
-    first, second = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.9, 0.1])
-    last_layer[0].zero_()
-    last_layer[1].copy_(torch.cat([first, second]).log())
-    torch.save(checkpoint, run_dir / "checkpoint.pt")
-    script.train(args(total_timesteps=5120, resume=str(run_dir), learning_rate=0.0, **sizes))
-    rows = [row.split(",") for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
-    actions = torch.tensor([int(row[1]) for row in rows if int(row[0]) > 1024])
-    assert len(actions) == 4096
-    frequencies = actions.bincount(minlength=6) / len(actions)
-    torch.testing.assert_close(frequencies, (first.unsqueeze(1) * second).flatten(), atol=0.035, rtol=0)
-    logged = scalars(run_dir)
-    for name in ("losses/approx_kl", "losses/clipfrac"):
-        assert all(value < 1e-9 for step, value in logged[name] if step > 1024)
-
-
-class Cue(gym.Env):
-    """The first observation says which action is right in the last of four steps."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-
-    def __init__(self, discrete=True):
-        self.discrete = discrete
-        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.cue, self.steps = int(self.np_random.integers(2)), 0
-        return np.array([2 * self.cue - 1, 0], np.float32), {}
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        self.steps += 1
-        reward, last = 0.0, self.steps == 4
-        if last:
-            error = abs(action - self.cue) if self.discrete else abs(action[0] - (self.cue - 0.5))
-            reward = 1.0 - float(error)
-        return np.array([0, self.steps / 4], np.float32), reward, last, False, {}
-
-
-gym.register("memory/Cue-v0", Cue)
-gym.register("memory/BoxCue-v0", Cue, kwargs={"discrete": False})
-LEARN = {"num_envs": 16, "num_steps": 32, "num_minibatches": 4, "update_epochs": 8, "learning_rate": 3e-3}
-
-
-@pytest.mark.parametrize("env_id, enough", [("memory/Cue-v0", 0.99), ("memory/BoxCue-v0", 0.9)])
-def test_learns_to_remember(args, env_id, enough):
-    """Evaluation with the trained memory gets (nearly) all there is; a policy without memory cannot get more than half
-    (Discrete) or 0.5 (Box, always 0)."""
-    _, run_dir = script.train(args(env_id=env_id, hidden_size=32, total_timesteps=512 * 40, **LEARN))
-    agent = script.load_agent(run_dir)
-    assert script.evaluate(agent, env_id, 100, 7).mean() > enough
-
-
 @BOTH_CELLS
 def test_every_episode_of_an_evaluation_starts_without_memory(cell):
     """Each return is that of the same episode evaluated alone. Memory that is not thrown away would change it."""
@@ -501,31 +324,3 @@ def test_other_environments(args, env_id):
     assert agent.sees_images == env_id.startswith("images")
     for deterministic in (True, False):
         assert script.evaluate(script.load_agent(run_dir), env_id, 3, 0, deterministic).shape == (3,)
-
-
-@pytest.mark.parametrize("case", ["categorical", "categorical_masked", "multidiscrete_masked"])
-def test_golden_categorical(case):
-    inputs, expected = golden(case)
-    action = inputs["action"].long().reshape(len(inputs["logits"]), -1)
-    sizes = np.array([int(size) for size in inputs.get("nvec", [inputs["logits"].shape[-1]])])
-    agent = script.Agent((3,), {"sizes": sizes, "start": sizes * 0}, script.Args())
-    agent.actor, agent.critic = nn.Identity(), nn.Linear(int(sizes.sum()), 1)
-    mask = inputs["mask"].bool() if "mask" in inputs else None
-    _, log_prob, entropy, _ = agent.double().get_action_and_value(inputs["logits"], action, mask)
-    torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
-    torch.testing.assert_close(entropy, expected["entropy"], atol=1e-9, rtol=0)
-
-
-def test_resume_with_another_memory(args):
-    """The weights do not fit: an error, no silent new start."""
-    _, run_dir = script.train(args(env_id="box/Target-v0", total_timesteps=64))
-    for changes in ({"cell": "gru"}, {"hidden_size": 9}, {"separate_critic_rnn": True}):
-        with pytest.raises(RuntimeError, match="loading state_dict"):
-            script.train(args(env_id="box/Target-v0", resume=str(run_dir), **changes))
-
-
-def test_compiled_equals_eager(args):
-    """The other kinds of action and of memory than in test_losses.py, one each for actor and critic, masks."""
-    flags = {"env_id": "masks/Masked-v0", "cell": "gru", "separate_critic_rnn": True, "total_timesteps": 3 * 64}
-    eager, compiled = (script.train(args(compile=c, **flags))[0].state_dict() for c in (False, True))
-    torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,147 @@
+"""Actions of every type and shape: what the policy stores, and what reaches the environment."""
+
+import importlib
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import BOX, DISCRETE, NO_BOUNDS, RNN, ROOT, scalars
+
+
+@BOX
+def test_stored_actions_are_not_clipped(script, small_args, minibatches):
+    """The probe refuses an action outside its bounds; what the update sees reaches beyond them."""
+    script.train(small_args(log_std_init=0.5, **NO_BOUNDS[script.__name__]))
+    assert torch.cat([arguments[4] for arguments, _ in minibatches]).abs().max() > 1.5
+
+
+class Half(gym.Env):
+    """Actions of 16-bit numbers between 0.5 and 1, and none other."""
+
+    observation_space, action_space = gym.spaces.Box(-9, 9, (1,), np.float32), gym.spaces.Box(0.5, 1, (2,), np.float16)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return np.zeros(1, np.float32), -1.0, True, False, {}
+
+
+gym.register("box/Half-v0", Half)
+
+
+@BOX
+def test_half_actions(script, small_args):
+    agent, _ = script.train(small_args(env_id="box/Half-v0"))
+    script.evaluate(agent, "box/Half-v0", 1, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_adv": "minibatch", "num_minibatches": 32}], ids=["first", "one row"])
+def test_gpu_sim_with_bounds_above_0_and_minibatches_of_one_step(tmp_path, changes):
+    sys.path.insert(0, str(ROOT / "variants"))
+    sim = importlib.import_module("ppo_gpu_sim")
+    small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "hidden_size": 8, "compile": False}
+    sim.train(sim.Args(env_id="box/Half-v0", runs_dir=str(tmp_path), total_timesteps=64, **small | changes))
+
+
+@DISCRETE
+def test_actions_of_unsigned_types(script):
+    """torch cannot add them; the environment gets what its space says."""
+    space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint16, start=[1, 5])
+    agent = script.Agent((3,), script.describe_actions(space), script.Args())
+    actions = [agent.predict(raw_obs, deterministic=False) for raw_obs in np.random.default_rng(0).normal(size=(50, 3))]
+    assert all(space.contains(action) for action in actions) and len({tuple(action) for action in actions}) == 6
+
+
+@DISCRETE
+def test_discrete_that_does_not_start_at_zero(script, small_args):
+    """The environment sees 5, 6, 7; a single action is a plain number, as env.step wants it."""
+
+    class Start(gym.Env):
+        observation_space, action_space = gym.spaces.Discrete(4), gym.spaces.Discrete(3, start=5)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return 0, {}
+
+        def step(self, action):
+            assert action in (5, 6, 7)
+            return 1, float(action == 7), True, False, {}
+
+    if "discrete/Start-v0" not in gym.registry:
+        gym.register("discrete/Start-v0", Start)
+    agent, run_dir = script.train(small_args(env_id="discrete/Start-v0", total_timesteps=1024, learning_rate=1e-2))
+    obs = np.eye(4)[[0, 0]]
+    for actor in (agent, script.load_agent(run_dir)):
+        assert actor.predict(obs).tolist() == [7, 7] and {actor.predict(obs[0]): "can be a key"}[7]
+
+
+class Switches(gym.Env):
+    """Three switches (MultiBinary). The return of the only step is the number of those that are as observed."""
+
+    observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
+    action_space = gym.spaces.MultiBinary(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.wanted = self.np_random.integers(0, 2, 3)
+        return self.wanted.astype(np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.wanted.astype(np.float32), float((action == self.wanted).sum()), True, False, {}
+
+
+gym.register("Switches-v0", Switches)
+
+
+@pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
+def test_multibinary_actions(script, small_args):
+    """Each switch is a choice of two; it is learned, and the trained agent acts."""
+    sizes = {"num_envs": 16, "num_steps": 16, "update_epochs": 8, "total_timesteps": 256 * 6}
+    _, run_dir = script.train(small_args(env_id="Switches-v0", learning_rate=1e-2, anneal_lr=False, **sizes))
+    assert script.evaluate(script.load_agent(run_dir), "Switches-v0", 50, 0).mean() > 2.2
+
+
+class Tell(gym.Env):
+    """One step per episode, whose return says which action was taken: the number of the pair (i, j), 2 i + j."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.MultiDiscrete([3, 2])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(2, np.float32), {}
+
+    def step(self, action):
+        return np.ones(2, np.float32), float(2 * action[0] + action[1]), True, False, {}
+
+
+gym.register("memory/Tell-v0", Tell)
+
+
+@RNN
+def test_actions_of_a_run_are_drawn_from_its_policy(script, small_args):
+    """A checkpoint whose policy is known, resumed with learning rate 0: episodes.csv has the actions at their
+    probabilities, with a deviation of 0.008, and the update finds the probabilities that acting has stored."""
+    sizes = {"env_id": "memory/Tell-v0", "num_envs": 32, "num_steps": 32, "update_epochs": 1}
+    _, run_dir = script.train(small_args(total_timesteps=1024, **sizes))
+    checkpoint = torch.load(run_dir / "checkpoint.pt")
+    last_layer = checkpoint["agent"]["actor.4.weight"], checkpoint["agent"]["actor.4.bias"]
+    first, second = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.9, 0.1])
+    last_layer[0].zero_()
+    last_layer[1].copy_(torch.cat([first, second]).log())
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    script.train(small_args(total_timesteps=5120, resume=str(run_dir), learning_rate=0.0, **sizes))
+    rows = [row.split(",") for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    actions = torch.tensor([int(row[1]) for row in rows if int(row[0]) > 1024])
+    assert len(actions) == 4096
+    frequencies = actions.bincount(minlength=6) / len(actions)
+    torch.testing.assert_close(frequencies, (first.unsqueeze(1) * second).flatten(), atol=0.035, rtol=0)
+    logged = scalars(run_dir)
+    for name in ("losses/approx_kl", "losses/clipfrac"):
+        assert all(value < 1e-9 for step, value in logged[name] if step > 1024)

@@ -1,0 +1,110 @@
+"""CleanRL: the same first iteration from the same weights, and the flags that give its settings."""
+
+import json
+import re
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import DISCRETE, ROOT, TESTS
+
+
+@DISCRETE
+def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
+    """From the same weights, on the same rollout, in the same order of samples: the losses of all 16 minibatches and
+    the weights after them are those that CleanRL's ppo.py computed."""
+    expected = json.loads((TESTS / "cleanrl.json").read_text())
+    T, N, rng = 32, 4, np.random.RandomState(0)
+    obs, actions = rng.normal(size=(T + 1, N, 4)).astype(np.float32), rng.randint(0, 2, (T, N))
+    rewards, terminations = rng.normal(size=(T, N)).astype(np.float32), rng.rand(T, N) < 0.1
+    weights = {}
+    for name, shape in zip(
+        ("critic.0", "critic.2", "critic.4", "actor.0", "actor.2", "actor.4"),
+        ((64, 4), (64, 64), (1, 64), (64, 4), (64, 64), (2, 64)),
+    ):
+        weights[f"{name}.weight"] = torch.tensor(rng.normal(size=shape).astype(np.float32) / shape[1] ** 0.5)
+        weights[f"{name}.bias"] = torch.tensor(rng.normal(size=shape[0]).astype(np.float32) * 0.1)
+
+    class Replay(gym.vector.VectorEnv):
+        single_observation_space, single_action_space = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
+
+        def __init__(self, num_envs, autoreset_mode):
+            self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return obs[0], {}
+
+        def step(self, given):
+            assert (given == actions[self.t]).all()
+            self.t += 1
+            return obs[self.t], rewards[self.t - 1], terminations[self.t - 1], np.zeros(N, bool), {}
+
+    class SameWeights(script.Agent):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            assert not self.load_state_dict(weights, strict=False).unexpected_keys
+            self.acted = 0
+
+        def get_action_and_value(self, obs, action=None, action_mask=None):
+            if action is None:
+                action = torch.tensor(actions[self.acted]).unsqueeze(-1)
+                self.acted += 1
+            return super().get_action_and_value(obs, action, action_mask)
+
+    order, shuffle = np.arange(T * N), np.random.RandomState(1)
+
+    def next_order(size):
+        shuffle.shuffle(order)
+        return torch.tensor(order)
+
+    gym.register("cleanrl/Replay-v0", vector_entry_point=Replay)
+    monkeypatch.setattr(script, "Agent", SameWeights)
+    monkeypatch.setattr(torch, "randperm", next_order)
+    flags = "--clip-vloss --no-norm-obs --no-norm-reward --update-epochs 4 --num-minibatches 4 --learning-rate 2.5e-4"
+    flags += f" --ent-coef 0.01 --num-envs {N} --num-steps {T} --total-timesteps {T * N}"
+    flags += f" --env-id cleanrl/Replay-v0 --no-compile --runs-dir {tmp_path}"
+    agent, _ = script.train(script.parse_args(flags.split()))
+    assert len(minibatches) == len(expected["minibatches"]) == 16
+    for (_, (_, ours)), theirs in zip(minibatches, expected["minibatches"]):
+        assert {name: value.item() for name, value in ours.items()} == pytest.approx(theirs, abs=1e-6)
+    for name in ("actor.4.weight", "critic.4.weight"):
+        torch.testing.assert_close(agent.state_dict()[name], torch.tensor(expected[name]), atol=1e-6, rtol=0)
+
+
+# CleanRL's defaults (commit fe8d8a0) in the names of Args: what its three scripts have in common, and what not.
+CLEANRL = {"seed": 1, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True, "clip_vloss": True}
+CLEANRL |= {"vf_clip_coef": None, "vf_coef": 0.5, "kl_coef": 0.0, "max_grad_norm": 0.5, "target_kl": None}
+CLEANRL |= {"recompute_advantages": False}
+
+
+CLASSIC = {"env_id": "CartPole-v1", "total_timesteps": 500_000, "num_envs": 4, "num_steps": 128}
+CLASSIC |= {"learning_rate": 2.5e-4, "num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
+CLASSIC |= {"norm_obs": False, "norm_reward": False, "clip_reward": False}
+
+
+ATARI = CLASSIC | {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1}
+ATARI |= {"norm_obs": True, "clip_reward": True}  # norm_obs leaves images alone
+
+
+MUJOCO = {"env_id": "HalfCheetah-v4", "total_timesteps": 1_000_000, "num_envs": 1, "num_steps": 2048}
+MUJOCO |= {"learning_rate": 3e-4, "num_minibatches": 32, "update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0}
+MUJOCO |= {"norm_obs": True, "norm_reward": True, "log_std_init": 0.0, "log_std_min": None, "log_std_max": None}
+MUJOCO |= {"anneal_std": False}
+
+
+@pytest.mark.parametrize(
+    "script, original, settings",
+    [
+        ("ppo_continuous", "ppo_continuous_action.py", MUJOCO),
+        ("ppo_discrete", "ppo.py", CLASSIC),
+        ("ppo_discrete", "ppo_atari.py", ATARI),
+    ],
+    indirect=["script"],
+)
+def test_flags_that_give_cleanrl_settings(script, original, settings):
+    """The flags in docs/choices.md leave the defaults of CleanRL's script."""
+    (command,) = re.findall(rf"{script.__name__}\.py(.*)  # {original}", (ROOT / "docs" / "choices.md").read_text())
+    args = vars(script.parse_args(command.split()))
+    assert {name: args[name] for name in CLEANRL | settings} == CLEANRL | settings

@@ -1,0 +1,180 @@
+"""Environments: their spaces, arguments, infos, vectors and processes."""
+
+import re
+import sys
+
+import gymnasium as gym
+import numpy as np
+import probes
+import pytest
+import torch
+from conftest import ONE, REAL_ENV, SMALL, assert_one_line, assert_same_learner, flags_of, probe, scalars
+
+
+@pytest.mark.parametrize("name", ["Shaped", "Integers", "OtherTypes"])
+def test_other_spaces(script, small_args, name):
+    """Dictionaries, integers and booleans become a vector, actions take the shape and the type of their space."""
+    env_id = probe(script, name)
+    _, run_dir = script.train(small_args(env_id=env_id))
+    assert script.evaluate(script.load_agent(run_dir), env_id, 2, seed=0).shape == (2,)
+
+
+class Adjustable(probes.Target):
+    """Rewards of `bonus` more; its infos say how the episode went."""
+
+    def __init__(self, discrete, bonus=0):
+        super().__init__(discrete)
+        self.bonus = bonus
+
+    def step(self, action):
+        obs, reward, *rest, _ = super().step(action)
+        return obs, reward + self.bonus, *rest, {"is_success": True, "bonus": np.float32(self.bonus), "name": "x"}
+
+
+probes.register("Adjustable", Adjustable)
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_env_kwargs_and_info_metrics(script, small_args, main, async_envs):
+    """--env-kwargs reach the environments of training and of evaluation. Numbers in the last info of an episode are
+    logged as info/NAME, nothing else of it is."""
+    args = small_args(env_id=probe(script, "Adjustable"), env_kwargs='{"bonus": 100}', async_envs=async_envs)
+    _, run_dir = script.train(args)
+    logged = scalars(run_dir)
+    assert {name for name in logged if name.startswith("info/")} == {"info/is_success", "info/bonus"}
+    assert {value for _, value in logged["info/bonus"]} == {100.0}
+    assert all(value > 50 for _, value in logged["charts/episodic_return"])
+    means = []
+    for kwargs in ([], ['--env-kwargs={"bonus": 1000}']):
+        printed = main(script, f"--evaluate={run_dir}", *kwargs).stdout
+        means.append(float(re.findall(r"mean (\S+),", printed)[-1]))
+    assert 50 < means[0] < 150 and means[1] - means[0] == pytest.approx(900, abs=1)
+    if not async_envs:
+        for text, message in (("{", "Expecting property name"), ('{"no_such": 1}', "no_such")):
+            flags = f"--env-id={args.env_id}", f"--env-kwargs={text}", "--num-envs=4"
+            assert_one_line(main(script, *flags), message)
+
+
+@ONE
+def test_module_in_the_current_folder(script, tmp_path, main, monkeypatch):
+    """--env-id my_module:Mine-v0 works from the folder of my_module, wherever the script lies."""
+    lines = ["import gymnasium, probes", "gymnasium.register('Mine-v0', probes.Target, kwargs={'discrete': False})"]
+    (tmp_path / "my_module.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    finished = main(script, "--env-id=my_module:Mine-v0", *flags_of(**SMALL))
+    assert finished.returncode == 0, finished.stderr
+
+
+TALK = {  # infos that a vector of environments cannot gather: what the n-th one is
+    "none": lambda n: None if n % 3 else 3,
+    "sizes": lambda n: np.zeros(1 + n % 3),
+    "kinds": lambda n: {"a": 1} if n % 2 else 1,
+    "large": lambda n: 10**30,
+}
+
+
+class Talkative(gym.Env):
+    """Episodes of five steps; observes how many it has made. Infos of many kinds, that of reset is called final_obs."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+        self.count = 0
+
+    def observe(self):
+        self.count += 1
+        return np.full(2, self.steps, np.float32), {kind: talk(self.count) for kind, talk in TALK.items()}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count += 0 if seed is None else seed
+        self.steps = 0
+        obs, info = self.observe()
+        return obs, info | {"final_obs": np.full(2, 77.0)}
+
+    def step(self, action):
+        self.steps += 1
+        obs, info = self.observe()
+        return obs, 1.0, False, self.steps == 5, info
+
+
+probes.register("Talkative", Talkative)
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_infos_that_nothing_reads(script, small_args, async_envs):
+    """Stop no run, and do not replace the observation in which an episode ended."""
+    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), async_envs=async_envs), 3)
+    envs.reset(seed=[1, 2, 3])
+    for _ in range(5):
+        *_, infos = envs.step(envs.action_space.sample())
+    envs.close()
+    assert [obs.tolist() for obs in infos["final_obs"]] == [[5, 5]] * 3
+
+
+@pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_final_observation_is_the_last_one(script, small_args, async_envs):
+    """Also of an environment that has begun the next episode in the same array. It is what a truncated episode is
+    bootstrapped from."""
+    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), async_envs=async_envs), 2)
+    envs.reset()
+    seen = [envs.step(envs.action_space.sample()) for _ in range(5)]
+    envs.close()
+    assert seen[4][4]["final_obs"][1].tolist() == [5, 5] and seen[4][0][1].tolist() == [0, 0]
+
+
+def test_asynchronous_environments(script, small_args):
+    """--async-envs only changes where the environments run: the learner is the same to the last bit."""
+    args = {"env_id": REAL_ENV[script.__name__], "total_timesteps": 256}
+    one, two = (script.load_checkpoint(script.train(small_args(async_envs=a, **args))[1]) for a in (False, True))
+    assert_same_learner(one, two)
+
+
+class Native(gym.vector.VectorEnv):
+    """A vector that an environment brings along, in the autoreset mode that is asked for or in another. It returns all
+    observations in one array."""
+
+    def __init__(self, num_envs, autoreset_mode, mode=None, member="box/Chain-v0"):
+        options = {"autoreset_mode": mode or autoreset_mode}
+        self.envs = gym.make_vec(member, num_envs, "sync", vector_kwargs=options)
+        self.single_observation_space = self.envs.single_observation_space
+        self.single_action_space, self.metadata = self.envs.single_action_space, dict(self.envs.metadata)
+        self.num_envs = num_envs
+
+    def reset(self, *, seed=None, options=None):
+        self.obs, infos = self.envs.reset(seed=seed)
+        return self.obs, infos
+
+    def step(self, actions):
+        self.obs[:], *rest = self.envs.step(actions)
+        return self.obs, *rest
+
+
+for kind in ("box", "discrete"):
+    gym.register(f"{kind}/Reusing-v0", vector_entry_point=Native, kwargs={"member": f"{kind}/Chain-v0"})
+
+
+gym.register("native/SameStep-v0", vector_entry_point=Native)
+
+
+gym.register("native/NextStep-v0", vector_entry_point=Native, kwargs={"mode": gym.vector.AutoresetMode.NEXT_STEP})
+
+
+@ONE
+def test_environment_with_a_vector_of_its_own(script, small_args, capsys):
+    """One that restarts in the next step is refused. One without set_attr trains, not staggered."""
+    with pytest.raises(ValueError, match="its vector begins the next episode in the next step, SAME_STEP is needed"):
+        script.train(small_args(env_id="native/NextStep-v0"))
+    args = small_args(env_id="native/SameStep-v0", stagger_envs=True)
+    _, run_dir = script.train(args)
+    assert "first episodes are not staggered, its vector has no set_attr" in capsys.readouterr().err
+    assert len((run_dir / "episodes.csv").read_text().splitlines()) > 40
+
+
+def test_a_vector_may_reuse_its_array(script, small_args):
+    """The run is the same, to the bit, as that of the same environments in gymnasium's vector."""
+    states = [script.train(small_args(env_id=probe(script, name)))[0].state_dict() for name in ("Chain", "Reusing")]
+    torch.testing.assert_close(states[1], states[0], atol=0, rtol=0)

@@ -1,0 +1,179 @@
+"""Golden vectors: numbers that other implementations, or arithmetic by hand, gave (golden.json)."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import NO_BOUNDS, RNN, golden, loss_and_metrics, make_agent, policy
+
+EXACT = {"atol": 1e-9, "rtol": 0}
+
+
+def gae(script, inputs, lam=None, final_values=None):
+    """compute_gae on a golden case, its next values built from `values`, `last_values` and the final values."""
+    values = inputs["values"]
+    terminations = inputs.get("terminations", inputs.get("dones", torch.zeros_like(values))).bool()
+    truncations = inputs.get("truncations", torch.zeros_like(values)).bool()
+    next_values = torch.cat([values[1:], inputs["last_values"][None]])
+    if final_values is not None:
+        next_values = torch.where(truncations, final_values, next_values)
+    lam = inputs["gae_lambda"] if lam is None else lam
+    return script.compute_gae(inputs["rewards"], values, next_values, terminations, truncations, inputs["gamma"], lam)
+
+
+@pytest.mark.parametrize("case", ["gae_no_dones", "gae_done_is_terminal", "gae_truncation_bootstrap"])
+def test_advantages(script, case):
+    inputs, expected = golden(case)
+    advantages, returns = gae(script, inputs, final_values=inputs.get("final_values"))
+    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(returns, expected["returns"], atol=1e-9, rtol=0)
+
+
+def test_advantages_with_other_lambdas(script):
+    inputs, expected = golden("gae_lambda_0_and_1")
+    torch.testing.assert_close(gae(script, inputs, lam=0.0)[0], expected["advantages_lambda0"], atol=1e-9, rtol=0)
+    advantages, returns = gae(script, inputs, lam=1.0)
+    torch.testing.assert_close(advantages, expected["advantages_lambda1"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(returns, expected["discounted_returns"], atol=1e-9, rtol=0)
+    inputs, expected = golden("gae_T1")
+    advantages, _ = gae(script, inputs, final_values=inputs["final_values"])
+    torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
+
+
+def gradient(function, x):
+    x = x.clone().requires_grad_()
+    loss = function(x)
+    return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+
+def test_policy_loss(script):
+    inputs, expected = golden("policy_loss")
+    log_ratio = inputs["new_logprob"] - inputs["old_logprob"]
+    loss, grad = gradient(lambda x: script.clipped_policy_loss(x, inputs["advantages"], inputs["clip_coef"]), log_ratio)
+    torch.testing.assert_close(loss.item(), expected["loss"], **EXACT)
+    torch.testing.assert_close(grad, expected["grad_new_logprob"], **EXACT)
+
+
+@pytest.mark.parametrize("case, clipped", [("cleanrl_unclipped", False), ("cleanrl_clipped", True)])
+def test_value_loss(script, case, clipped):
+    inputs, expected = golden("value_loss")
+    clip = inputs["clip"] if clipped else None
+    loss, grad = gradient(
+        lambda x: script.clipped_value_loss(x, inputs["old_values"], inputs["returns"], clip), inputs["new_values"]
+    )
+    torch.testing.assert_close(loss.item(), expected[case]["loss"], **EXACT)
+    torch.testing.assert_close(grad, expected[case]["grad"], **EXACT)
+
+
+def test_metrics(script):
+    inputs, expected = golden("kl_estimators")
+    metrics = loss_and_metrics(script, inputs)[1]
+    torch.testing.assert_close(metrics["approx_kl"].item(), expected["k3"], **EXACT)
+    inputs, expected = golden("policy_loss")
+    metrics = loss_and_metrics(script, inputs, clip_coef=inputs["clip_coef"])[1]
+    assert metrics["clipfrac"].item() == pytest.approx(expected["clipfrac_ratio"])
+    inputs, expected = golden("explained_variance")
+    explained = script.explained_variance(inputs["y_pred"], inputs["y_true"])
+    wanted = expected["ev"] if isinstance(expected["ev"], float) else float(expected["ev"])
+    torch.testing.assert_close(explained.item(), wanted, **EXACT)
+    assert script.explained_variance(torch.randn(4), torch.ones(4)).isnan()
+
+
+def test_total_loss_of_cleanrl(script):
+    inputs, expected = golden("total_loss_by_system")
+    inputs |= {"new_logprob": expected["new_logprob"], "entropy": expected["entropy"] + 0 * expected["new_logprob"]}
+    cleanrl = {"norm_adv": True, "clip_vloss": True, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": inputs["ent_coef"]}
+    cleanrl["kl_coef"] = 0.0
+    loss, _ = loss_and_metrics(script, inputs, **cleanrl)
+    torch.testing.assert_close(loss.item(), expected["cleanrl"], **EXACT)
+
+
+def test_advantage_normalisation(script):
+    """With ratio 1 the policy loss is minus the mean advantage, its gradient minus the advantages / M."""
+    inputs, expected = golden("adv_norm")
+    x = inputs["x"]
+    log_probs = torch.zeros_like(x, requires_grad=True)
+    case = {"old_logprob": torch.zeros_like(x), "new_logprob": log_probs, "advantages": x}
+    loss, _ = loss_and_metrics(script, case, norm_adv=True, ent_coef=0.0)
+    torch.testing.assert_close(-torch.autograd.grad(loss, log_probs)[0] * len(x), expected["torch_minibatch"], **EXACT)
+    case = {"old_logprob": torch.zeros(1), "advantages": torch.tensor([3.0])}
+    assert loss_and_metrics(script, case, norm_adv=True)[1]["policy_loss"] == -3.0  # one sample: left as it is
+
+
+@pytest.mark.parametrize(
+    "script, case",
+    [("ppo_continuous", "gaussian"), ("ppo_continuous", "gaussian_log_std_clamp"), ("ppo_rnn", "gaussian")],
+    indirect=["script"],
+)
+def test_gaussian(script, case):
+    """log_prob and entropy of given means and log_stds, which the network is made to put out."""
+    inputs, expected = golden(case)
+    bounds = {name: inputs.get(name) for name in ("log_std_min", "log_std_max")} if case != "gaussian" else {}
+    mean, log_std = inputs["mean"], inputs["log_std"]
+    agent = make_agent(
+        script, action_size=mean.shape[-1], log_std_init=0.0, **NO_BOUNDS[script.__name__] | bounds
+    ).double()
+    agent.actor = torch.nn.Identity()
+    agent.log_std.data = log_std.clone()
+    agent.critic = torch.nn.Linear(mean.shape[-1], 1).double()
+    _, log_prob, entropy, value = agent.get_action_and_value(mean, inputs["action"])
+    torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(
+        entropy, torch.as_tensor(expected["entropy"], dtype=torch.float64).expand(len(mean)), atol=1e-9, rtol=0
+    )
+    assert value.shape == log_prob.shape
+    if case == "gaussian_log_std_clamp":
+        entropy[0].backward()
+        torch.testing.assert_close(agent.log_std.grad, expected["dentropy_dlog_std"], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
+@pytest.mark.parametrize("case", ["categorical", "categorical_masked", "multidiscrete_masked"])
+def test_categorical(script, case):
+    """Log-probability and entropy of given logits, and the probability of every action: exactly 0 where masked."""
+    inputs, expected = golden(case)
+    logits, mask = inputs["logits"], inputs["mask"].bool() if "mask" in inputs else None
+    sizes = [int(n) for n in inputs.get("nvec", [logits.shape[-1]])]
+    agent = policy(script, sizes).double()
+    action = inputs["action"].long().reshape(len(logits), -1)
+    _, log_prob, entropy, _ = agent.get_action_and_value(logits, action, mask)
+    torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(entropy, expected["entropy"], atol=1e-9, rtol=0)
+    probabilities = [expected[name] for name in (["probs"] if len(sizes) == 1 else ["probs_dim0", "probs_dim1"])]
+    for choices in itertools.product(*map(range, sizes)):
+        action = torch.tensor(choices).expand(len(logits), -1)
+        found = agent.get_action_and_value(logits, action, mask)[1].exp()
+        wanted = math.prod(p[:, choice] for p, choice in zip(probabilities, choices))
+        torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
+        assert ((found == 0) == (wanted == 0)).all()
+
+
+@RNN
+def test_memory_that_is_reset(script):
+    """Outputs and final state of an LSTM whose state is reset before some of the steps."""
+    inputs, expected = golden("lstm_done_reset")
+    memory = script.Memory("lstm", 2, 2).double()
+    weights = {name: inputs[name] for name in ("weight_ih", "weight_hh", "bias_ih")}
+    memory.cell.load_state_dict(weights | {"bias_hh": torch.zeros(8)})
+    x, starts = inputs["x"], inputs["dones_before"].bool()
+    state = torch.cat([inputs["h0"], inputs["c0"]], -1)
+    torch.testing.assert_close(memory.unroll(x, starts, state), expected["outputs"], atol=1e-9, rtol=0)
+    for t in range(len(x)):
+        output, state = memory.step(x[t], torch.where(starts[t].unsqueeze(1), 0.0, state))
+        torch.testing.assert_close(output, expected["outputs"][t], atol=1e-9, rtol=0)
+    torch.testing.assert_close(state, torch.cat([expected["h_final"], expected["c_final"]], -1), atol=1e-9, rtol=0)
+
+
+def test_running_statistics(script):
+    inputs, expected = golden("rms_gym_sb3")
+    agent = make_agent(script, obs_size=2)
+    for batch, after in zip(inputs["batches"], expected["after_each"]):
+        agent.obs_rms.update(batch.unsqueeze(0))
+        torch.testing.assert_close(agent.obs_rms.mean, after["mean"], atol=1e-7, rtol=0)
+        torch.testing.assert_close(agent.obs_rms.var, after["var"], atol=1e-7, rtol=1e-12)
+        torch.testing.assert_close(agent.obs_rms.count.item(), after["count"], atol=1e-7, rtol=0)
+    normalised = agent.normalize_obs(inputs["batches"][-1])
+    torch.testing.assert_close(normalised.double(), expected["normalised_B3"], atol=1e-6, rtol=0)
+    assert normalised.dtype == torch.float32
+    assert agent.normalize_obs(torch.full((2,), 1e9, dtype=torch.float64)).tolist() == [10, 10]

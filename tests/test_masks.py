@@ -1,0 +1,135 @@
+"""Action masks: what infos["action_mask"] forbids is never taken, and has no gradient."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import DISCRETE, flags_of, golden, policy
+
+pytestmark = DISCRETE
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
+def test_predict_takes_masks_as_environments_give_them(script, sizes):
+    """A tuple or list with an array for each dimension, or one array; of many environments, one for each."""
+    agent = policy(script, sizes)
+    logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
+    masks = tuple(np.array([1] * (n - 1) + [0], np.int8) for n in sizes)
+    pair = np.empty(2, object)  # as a vector of environments gathers tuples
+    pair[:] = [masks, masks]
+    flat = np.hstack(masks)
+    for mask, rows in ((masks, pair), (list(masks), [list(masks)] * 2), (flat, np.stack([flat] * 2))):
+        assert agent.predict(logits, action_mask=mask).tolist() == [n - 2 for n in sizes]
+        assert agent.predict(np.stack([logits] * 2), action_mask=rows).tolist() == [[n - 2 for n in sizes]] * 2
+
+
+def test_masked_choices_have_no_gradient(script):
+    """Neither through the log-probability nor through the entropy; and nothing is NaN."""
+    logits = torch.randn(5, 6, requires_grad=True)
+    mask = torch.tensor([1, 0, 0, 1, 0, 1]).bool().expand(5, 6)
+    action = torch.tensor([[0, 1, 1]]).expand(5, 3)
+    _, log_prob, entropy, _ = policy(script, [2, 2, 2]).get_action_and_value(logits, action, mask)
+    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), logits)
+    assert (gradient == 0).all()  # one choice is left in each dimension
+    mask = torch.tensor([1, 1, 0, 1, 1, 1]).bool().expand(5, 6)
+    _, log_prob, entropy, _ = policy(script, [3, 3]).get_action_and_value(logits, action[:, :2], mask)
+    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), logits)
+    assert gradient.isfinite().all() and ((gradient == 0) == ~mask).all()
+
+
+def test_samples_are_never_forbidden(script):
+    """20,000 samples under random masks, also of logits that want nothing but what is forbidden."""
+    torch.manual_seed(0)
+    sizes, agent = [4, 2, 5], policy(script, [4, 2, 5])
+    mask = torch.rand(20_000, 11) < 0.5
+    mask[:, [0, 4, 6]] |= ~torch.stack([part.any(-1) for part in mask.split(sizes, -1)], -1)
+    logits = torch.where(torch.rand(20_000, 1) < 0.5, 50.0 * ~mask, 3 * torch.randn(20_000, 11))
+    action, log_prob, _, _ = agent.get_action_and_value(logits, action_mask=mask)
+    for part, choice in zip(mask.split(sizes, -1), action.unbind(-1)):
+        assert part.gather(-1, choice.unsqueeze(-1)).all()
+    assert log_prob.isfinite().all()
+    best = agent.predict(logits, action_mask=mask)
+    for part, choice in zip(mask.split(sizes, -1), torch.tensor(best).unbind(-1)):
+        assert part.gather(-1, choice.unsqueeze(-1)).all()
+
+
+def test_sampled_frequencies(script):
+    """Each dimension has a softmax of its own: the golden case of rl4burn's error, and random logits with a mask,
+    against torch.distributions. 200,000 samples: the standard deviation of a frequency is below 0.0012."""
+    torch.manual_seed(0)
+    inputs, expected = golden("rl4burn_multidiscrete_sampling_bug")
+    logits = inputs["logits"].float().expand(200_000, 5)
+    action = policy(script, [2, 3]).get_action_and_value(logits)[0]
+    for k, size in enumerate((2, 3)):
+        frequencies = action[:, k].bincount(minlength=size) / len(action)
+        torch.testing.assert_close(frequencies.double(), expected[f"correct_dim{k}"], atol=0.006, rtol=0)
+    logits, mask = torch.randn(9), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1]).bool()
+    action, log_prob, entropy, _ = policy(script, [4, 5]).get_action_and_value(
+        logits.expand(200_000, 9), action_mask=mask.expand(200_000, 9)
+    )
+    oracles = [
+        torch.distributions.Categorical(logits=part.masked_fill(~allowed, -torch.inf))
+        for part, allowed in zip(logits.split([4, 5]), mask.split([4, 5]))
+    ]
+    for k, oracle in enumerate(oracles):
+        frequencies = action[:, k].bincount(minlength=len(oracle.probs)) / len(action)
+        torch.testing.assert_close(frequencies, oracle.probs, atol=0.006, rtol=0)
+    torch.testing.assert_close(log_prob, sum(oracle.log_prob(action[:, k]) for k, oracle in enumerate(oracles)))
+    probabilities = [oracle.probs[oracle.probs > 0] for oracle in oracles]
+    torch.testing.assert_close(entropy[0], -sum((p * p.log()).sum() for p in probabilities))
+
+
+@pytest.mark.parametrize(
+    "form, async_envs", [*((form, False) for form in ("flat", "tuple", "list", "lists", "row")), ("tuple", True)]
+)
+def test_masks_reach_the_environment(script, small_args, form, async_envs):
+    """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
+    env_kwargs = json.dumps({"form": form})
+    agent, _ = script.train(small_args(env_id="masks/Masked-v0", env_kwargs=env_kwargs, async_envs=async_envs))
+    for deterministic in (True, False):
+        script.evaluate(agent, "masks/Masked-v0", 5, 0, deterministic)
+
+
+def test_without_masks_the_environment_is_not_obeyed(script, small_args):
+    with pytest.raises(AssertionError, match="a forbidden choice"):
+        script.train(small_args(env_id="masks/Masked-v0", mask_actions=False))
+
+
+@pytest.mark.parametrize("norm_obs", [False, True])
+def test_update_sees_the_masks_of_acting(script, small_args, minibatches, norm_obs):
+    """In the first minibatch of every iteration no ratio leaves the narrowest range of clipping, with masks that differ
+    from state to state; and the masks it has are those that the observations, which show them, had."""
+    script.train(small_args(env_id="masks/Masked-v0", norm_obs=norm_obs, clip_coef=1e-5))
+    assert len(minibatches) == 4 * 2 * 4  # iterations, epochs, minibatches
+    for (_, _, _, mb_obs, *_, mb_masks), _ in minibatches:
+        assert mb_masks.any() and not mb_masks.all()
+        if not norm_obs:
+            assert torch.equal(mb_masks, mb_obs.bool())
+    metrics = [metrics for _, (_, metrics) in minibatches]
+    assert all(first["clipfrac"] == 0 for first in metrics[::8])
+    assert metrics[7]["approx_kl"] > 1e-6  # while the last minibatch finds another agent
+
+
+def test_learns_under_masks(script, small_args):
+    """The optimum is known: the highest allowed choices in all five steps."""
+    settings = {"num_envs": 16, "num_steps": 16, "update_epochs": 8, "learning_rate": 1e-2, "total_timesteps": 6400}
+    agent, _ = script.train(small_args(env_id="masks/Masked-v0", **settings))
+    assert script.evaluate(agent, "masks/Masked-v0", 50, 0).mean() > 4.9
+
+
+@pytest.mark.parametrize(
+    "form, message",
+    [("short", "has 4 entries, the actions need 5"), ("number", "has 1 entries"), ("none", "forbids every")],
+)
+def test_impossible_masks(script, main, tmp_path, form, message):
+    flags = flags_of(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": form}), runs_dir=tmp_path, compile=False)
+    failed = main(script, *flags)
+    assert failed.returncode == 2 and message in failed.stderr
+
+
+def test_masks_of_some_environments_only(script):
+    infos = {"action_mask": np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]]), "_action_mask": np.array([True, False, True])}
+    masks = script.read_action_masks(infos, 3, [3])
+    assert masks.tolist() == [[True, False, True], [True] * 3, [False, True, False]]
+    assert script.read_action_masks({}, 2, [2, 3]).all()

@@ -1,0 +1,100 @@
+"""The same seed gives the same run, to the bit; environments and resumed runs have seeds of their own."""
+
+import dataclasses
+import random
+from typing import ClassVar
+
+import gymnasium as gym
+import numpy as np
+import probes
+import pytest
+import torch
+from conftest import assert_same_learner, probe
+
+
+def test_same_seed_same_run(script, small_args, run_dir):
+    """Bit-equal to a run of the same seed, another one with another seed."""
+    folders = [run_dir, *(script.train(small_args(seed=seed))[1] for seed in (1, 2))]
+    checkpoints = [script.load_checkpoint(folder) for folder in folders]
+    assert_same_learner(checkpoints[0], checkpoints[1])
+    assert not torch.equal(checkpoints[0]["agent"].critic[0].weight, checkpoints[2]["agent"].critic[0].weight)
+
+
+class Seeds(probes.Target):
+    """Remembers the seeds and the actions of all its copies; shows zeros."""
+
+    seeds: ClassVar = []
+    actions: ClassVar = []
+
+    def reset(self, *, seed=None, options=None):
+        self.seeds.extend([seed] * (seed is not None))
+        return 0 * super().reset(seed=seed, options=options)[0], {}
+
+    def step(self, action):
+        self.actions.append(action)
+        return 0 * self.target, *super().step(action)[1:]
+
+
+probes.register("Seeds", Seeds)
+
+
+def test_seeds_of_a_resumed_run(script, small_args):
+    """Each environment gets another seed, and a resumed run gets new ones: its episodes are not those of the start. Nor
+    is its noise: the same policy, which sees the same, does something else."""
+    Seeds.seeds.clear(), Seeds.actions.clear()
+    still = {"learning_rate": 1e-30, "anneal_lr": False, "total_timesteps": 64}
+    _, run_dir = script.train(small_args(env_id=probe(script, "Seeds"), **still))
+    args = script.load_checkpoint(run_dir)["args"]
+    script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128))
+    assert len(Seeds.seeds) == len(set(Seeds.seeds)) == 8
+    assert len(Seeds.actions) == 128 and not np.array_equal(Seeds.actions[:64], Seeds.actions[64:])
+
+
+class GlobalNumbers(gym.Env):
+    """Observes what numpy's global generator gives, and Python's."""
+
+    observation_space = gym.spaces.Box(0, 1, (2,))
+
+    def __init__(self, discrete):
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+
+    def observe(self):
+        return np.array([np.random.random(), random.random()], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        return self.observe(), np.random.random(), False, self.steps % 5 == 0, {}
+
+
+probes.register("GlobalNumbers", GlobalNumbers)
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_environments_that_draw_from_the_global_generators(script, small_args, async_envs):
+    """The same seed gives the same run, and each environment has numbers of its own."""
+    runs = []
+    for seed in (1, 1, 2):
+        args = small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs, seed=seed)
+        agent, run_dir = script.train(args)
+        returns = [line.split(",")[1] for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+        runs.append((returns, agent.state_dict()))
+    (first, state), (second, same_state), (other, _) = runs
+    assert len(first) == len(set(first)) > 40 and first == second != other
+    torch.testing.assert_close(state, same_state, atol=0, rtol=0)
+
+
+def test_evaluation_has_noise_of_its_own(script, small_args):
+    """Whatever the environment draws from, an evaluation repeats itself. It leaves the policy's noise as it was."""
+    env_id = probe(script, "GlobalNumbers")
+    agent, _ = script.train(small_args(env_id=env_id))
+    torch.manual_seed(7)
+    expected = torch.rand(())
+    torch.manual_seed(7)
+    returns = script.evaluate(agent, env_id, 3, seed=1, deterministic=False)
+    assert torch.rand(()) == expected
+    np.testing.assert_array_equal(returns, script.evaluate(agent, env_id, 3, seed=1, deterministic=False))
+    assert len(set(returns)) == 3 and (returns != script.evaluate(agent, env_id, 3, seed=2)).any()
