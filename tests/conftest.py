@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(TESTS)]
 
 import probes  # noqa: E402, F401
-from processes import Started, run_main, wait_for  # noqa: E402, F401
+from processes import Started, kill_what_is_left, run_main, wait_for  # noqa: E402, F401
 
 torch.set_num_threads(1)
 SCRIPTS = ["ppo_continuous", "ppo_discrete", "ppo_rnn"]
@@ -220,6 +220,12 @@ def start(script, runs_dir, environment=None, output=None, **args):
     """The script's command line in a new process: start("ppo_rnn", tmp_path, num_envs=4)."""
     flags = [f"--runs-dir={runs_dir}", *flags_of(**args)]
     return Started(run_main, script, flags, environment=environment, output=output)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    yield
+    kill_what_is_left()
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 They are forked from a server that has imported torch and the scripts already, so each one starts at once. (`run` in
 conftest.py starts a whole new Python.)"""
 
+import contextlib
 import importlib
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -56,6 +58,20 @@ def die_with_half_a_checkpoint(script, flags):
     run_main(script, flags)
 
 
+STARTED = []
+
+
+def kill_what_is_left():
+    """After a test that failed: else pytest would wait for its processes at the end."""
+    for started in STARTED:
+        if started.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.kill()
+            started.wait()
+    STARTED.clear()
+
+
 class Started:
     """A new process that calls function(*arguments), with some methods of subprocess.Popen. What it prints goes to the
     file `output`, by default one for `communicate`."""
@@ -68,6 +84,7 @@ class Started:
         )
         self.process.start()
         self.pid = self.process.pid
+        STARTED.append(self)
 
     @property
     def returncode(self):
