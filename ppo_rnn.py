@@ -1,60 +1,48 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11,<3", "gymnasium[mujoco,classic-control]>=1.4,<2", "mujoco>=3.2,<5", "ale-py>=0.12,<0.13",
-#     "numpy>=1.26,<3", "tyro>=1.0,<2", "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5",
-#     "filelock>=3.13,<5", "moviepy>=2.1,<3", "opencv-python-headless>=4.10,<6",
+#     "torch>=2.11,<3", "gymnasium[classic-control]>=1.4,<2", "numpy>=1.26,<3", "tyro>=1.0,<2",
+#     "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5", "filelock>=3.13,<5", "moviepy>=2.1,<3",
 # ]
 # ///
-"""Proximal Policy Optimization (PPO) with memory (LSTM, GRU), for discrete and Box actions, in one file.
+"""Proximal Policy Optimization (PPO) with memory (LSTM or GRU) for discrete and Box actions, in one file.
 
     python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
-    python ppo_rnn.py --env-id ALE/Breakout-v5           # an Atari game, with settings of its own (ATARI below)
-    python ppo_rnn.py --resume runs/NAME                 # go on after Ctrl-C, a kill or a crash
-    python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent
-    torchrun --nproc-per-node 2 ppo_rnn.py               # train in two processes, which share the environments
+    python ppo_rnn.py --preset cleanrl                   # train with the settings of CleanRL's ppo_atari_lstm.py
+    python ppo_rnn.py --resume runs/NAME                 # continue a run, also after a kill; or --resume latest
+    python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent; or --evaluate latest
 
-Choices, where implementations of PPO differ (what each one gains: docs/notes/):
- 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
- 2. Observations are normalised once, when the policy acts, and stored. The update reads the stored ones, so the
-    probability ratio is 1 in the first minibatch. Their mean and variance change between rollouts only, and are saved.
- 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
- 4. Values and advantages are computed after the rollout; with --recompute-advantages, again before every later epoch.
- 5. The value loss is 0.5 * MSE, clipped only with --clip-vloss. --norm-adv normalises advantages per minibatch.
- 6. --target-kl ends an update before the step of a minibatch whose approximate KL exceeds 1.5 times the target
-    (SB3). --desired-kl adapts the learning rate (rsl_rl). --kl-coef adds the approximate KL to the loss.
- 7. As in OpenAI's baselines: orthogonal initialisation, Adam with eps 1e-5, one gradient norm for all parameters.
- 8. Every dimension of an action has a softmax of its own. Log-probabilities and entropies are sums over dimensions.
-    An action that infos["action_mask"] forbids has probability 0, in the update too.
- 9. uint8 images of at least 36 x 36 pixels are stored as uint8 and divided by 255. Actor and critic share the Nature
-    CNN. Every other observation is flattened into a vector.
-10. ALE games follow the published PPO tables, as in ppo_discrete.py. The memory outlasts a lost life, as the game does.
-11. The environment gets a Box action clipped to its bounds. The policy learns from the unclipped action.
-12. Actor and critic share the memory, unless --separate-critic-rnn gives the critic its own (rsl_rl, sb3-contrib).
-13. The state goes on from one rollout to the next. It is set to zero before obs[t] where episode_starts[t] is set. A
-    final observation is seen with the memory of its own episode.
-14. A minibatch is made of whole environments (columns of the rollout). One call of PyTorch's LSTM or GRU kernel replays
-    it (Memory.unroll). The gradient goes back to the start of the episode, at most to that of the rollout.
+Choices, where PPO implementations differ (docs/choices.md says what each one gains):
+1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
+2. Observations are normalized when the policy acts, and stored that way. The statistics change between rollouts only,
+   so the probability ratio is 1 in the first minibatch. Checkpoints contain them.
+3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
+4. Discrete: each action dimension has its own softmax. An action that infos["action_mask"] forbids has probability 0.
+5. Box: -1 and 1 are the bounds of the environment, where these are finite. The environment gets clipped actions. The
+   policy learns from the unclipped ones.
+6. --target-kl ends an update before a step whose KL exceeds 1.5 times the target, as in Stable-Baselines3.
+7. Actor and critic share the memory. Its state continues from one rollout to the next, and is zero when an episode
+   starts. A final observation is valued with the state of its own episode.
+8. A minibatch contains whole environments (columns of the rollout). The update replays their steps in order from the
+   state before the rollout. So the gradient reaches back to the start of the episode, at most to that of the rollout.
+Beyond the paper: normalized observations and rewards, and advantages computed again before each epoch. --preset cleanrl
+turns all of this off.
 
-In reading order: Args, agent, advantages and losses, train. The services below `train` hold no PPO.
-Shapes: T = num_steps, N = num_envs, n = environments of a minibatch, M = T * n (minibatch), D = shape of observations,
-I = inputs of the memory, H = hidden_size, S = size of the state, F = features of actor and critic, H from each memory.
-Discrete actions: K = dimensions of an action, A = sum of their sizes. Box actions: A = action size.
-Step t: the agent sees obs[t] and takes actions[t]. It gets rewards[t], terminations[t], truncations[t].
-Siblings: ppo_continuous.py (Box actions), ppo_discrete.py (Discrete actions, images, Atari), ppo_rnn.py (memory).
+Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (features of actor
+and critic), S = state size. Actions: K = dimensions, A = choices of all dimensions together (Discrete) or K (Box).
+At step t the agent sees obs[t] and takes actions[t]. It gets rewards[t], terminations[t], truncations[t].
+episode_starts[t] belongs to obs[t].
+Reading order: Args, agent, advantages and losses, train. The services below `train` contain no PPO.
 """
 
+import argparse
 import contextlib
-import copy
 import dataclasses
-import inspect
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
-import signal
 import sys
 import time
 import warnings
@@ -66,12 +54,11 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.utils._pytree import tree_leaves
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -81,13 +68,10 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = "ppo_rnn"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of networks, noise and environments; each environment gets its own
-    torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels; a CPU always repeats a seed bit for bit
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda for images or minibatches of 4096 and more, otherwise cpu
+    seed: int = 1  # seed of networks, noise and environments; a CPU repeats a seed bit for bit
+    device: str = "cpu"  # cpu, cuda, cuda:1; networks as small as these are faster on a CPU
     compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
-    checkpoint_interval: int = 10  # iterations between checkpoints; the first and the last are always saved
-    resume: str | None = None  # run folder to continue, or latest; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder, or latest, whose agent plays --eval-episodes episodes, without learning
+    checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
@@ -95,25 +79,23 @@ class Args:  # the comments are what --help prints
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
-    env_id: str = "CartPole-v1"  # a gymnasium id with discrete or Box actions; ALE/NAME-v5 for Atari games
+    env_id: str = "CartPole-v1"  # a gymnasium id, discrete or Box actions; observations are flattened into a vector
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
-    stagger_envs: bool = False  # shorten first episodes, each to another length, and do not log these
+    stagger_envs: bool = (
+        False  # end each environment's first episode at a different step, so that they get out of phase
+    )
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
-    norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
+    norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
-    mask_actions: bool = True  # never take an action that infos["action_mask"] forbids; off: ignore the masks
-    clip_reward: bool = False  # learn from the sign of the rewards only (ALE: on)
-    # --- memory and policy
-    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
-    hidden_size: int = 128  # units of the memory (H)
-    separate_critic_rnn: bool = False  # a second memory for the critic; off: actor and critic share one
-    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation, one for each dimension
     # --- PPO
     hidden_sizes: tuple[int, ...] = (64, 64)  # units of the tanh layers of actor and of critic (Schulman et al. 2017)
+    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
+    hidden_size: int = 128  # units of the memory (H)
+    log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation
     num_steps: int = 128  # steps of each environment per iteration (T)
-    learning_rate: float = 2.5e-4  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
+    learning_rate: float = 2.5e-4  # Adam's learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
@@ -122,59 +104,48 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
     recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    anneal_clip: bool = False  # lower the clip ranges of policy and value linearly to 0 over the run
-    clip_vloss: bool = False  # value loss: of the errors of the new value and of the clipped one, the larger counts
-    vf_clip_coef: float | None = None  # --clip-vloss: how far a new value may be from the old one; None: clip_coef
+    clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
-    target_kl: float | None = None  # end the update once its KL exceeds 1.5 * target_kl (try 0.02); None: never
-    desired_kl: float | None = None  # adapt the learning rate to this KL (try 0.01); --anneal-lr then has no effect
+    target_kl: float | None = None  # end the update once its approximate KL exceeds 1.5 * target_kl; None: never
 
 
-# Defaults for ALE games, in place of those above. Only the command line applies them, as in ppo_discrete.py.
-ATARI = {
-    "checkpoint_interval": 100,
-    "total_timesteps": 10_000_000,
-    "recompute_advantages": False,
-    "clip_coef": 0.1,
-    "clip_reward": True,
-    "norm_reward": False,
-    "eval_deterministic": False,
-}
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). What is not listed is equal in CleanRL.
+PRESETS = {"cleanrl": dict(
+    hidden_sizes=(), norm_obs=False, norm_reward=False, recompute_advantages=False, clip_coef=0.1, clip_vloss=True,
+)}  # fmt: skip
 
 
 # =============================================================================================================== agent
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all rows seen so far, in buffers: state_dict, and so every checkpoint, has them."""
+    """Mean and variance of all rows seen so far. They are buffers, so state_dict and checkpoints contain them."""
 
     def __init__(self, shape):
         super().__init__()
         # float64: in float32, after millions of rows, the next ones would be rounded away.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        # A tiny prior count: the first batch replaces the initial mean and variance.
         self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
 
     def update(self, x):
-        """Add the rows of x (..., *shape); under torchrun, the rows of all ranks."""
+        """Add the rows of x (..., *shape)."""
         x = x.double().reshape(-1, *self.mean.shape)
-        mean = average_over_ranks(x.mean(0))
-        var = average_over_ranks((x - mean).square().mean(0))
-        count = len(x) * (dist.get_world_size() if dist.is_initialized() else 1)
-        # Merges old and new rows (Chan et al. 1979): the variance within both groups plus that between their means.
-        new_share = count / (self.count + count)
+        mean = x.mean(0)
+        var = (x - mean).square().mean(0)
+        # Merge old and new rows (Chan et al. 1979): the variance within both groups plus that between their means.
+        new_share = len(x) / (self.count + len(x))
         old_share = 1 - new_share
         delta = mean - self.mean
         self.mean += new_share * delta
         self.var.copy_(old_share * self.var + new_share * var + old_share * new_share * delta.square())
-        self.count += count
+        self.count += len(x)
 
 
-def layer_init(layer, gain=2**0.5):  # gains of baselines: sqrt(2), 1 for the value, 0.01 for the policy
+def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: sqrt(2), 1 for the value, 0.01 for the policy
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -188,197 +159,145 @@ def mlp(input_size, hidden_sizes, output_size, gain):
     return nn.Sequential(*layers, layer_init(nn.Linear(input_size, output_size), gain))
 
 
-class NatureCNN(nn.Module):
-    """The convolutional network of Mnih et al. (2015): uint8 images (..., *shape) -> features (..., 512)."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.channels_last = shape[0] != min(shape)  # there are fewer channels than rows or columns
-        channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
-        height, width = [(x - 28) // 8 for x in pixels]  # what the three convolutions leave; 1 for 36 pixels
-        layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
-        layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
-        layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
-        self.layers = nn.Sequential(*layers, layer_init(nn.Linear(64 * height * width, 512)), nn.ReLU())
-
-    def forward(self, images):
-        x = images.movedim(-1, -3) if self.channels_last else images
-        # Stores all channels of a pixel side by side: on a CPU convolutions take a third less time then.
-        x = x.reshape(-1, *x.shape[-3:]).contiguous(memory_format=torch.channels_last)
-        return self.layers(x / 255.0).reshape(*images.shape[:-3], 512)
-
-
 class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is one row of S numbers: the hidden state (GRU, S = H), or hidden
-    and cell state concatenated (LSTM, S = 2 H); zeros at the start of an episode."""
+    and cell state side by side (LSTM, S = 2 H). It is zero when an episode starts."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
         self.is_lstm = cell == "lstm"
+        self.hidden_size, self.state_size = hidden_size, hidden_size * (2 if self.is_lstm else 1)
         self.cell = (nn.LSTMCell if self.is_lstm else nn.GRUCell)(input_size, hidden_size)
-        self.state_size = hidden_size * (2 if self.is_lstm else 1)
         for name, parameter in self.cell.named_parameters():
             nn.init.orthogonal_(parameter) if "weight" in name else nn.init.zeros_(parameter)
+        # Without weights, and in a list, where state_dict does not look: `replay` gives it those of the cell.
+        self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
-    def step(self, inputs, state):
-        """One time step of N environments: inputs (N, I), state (N, S) -> output (N, H), next state (N, S)"""
-        state = self.cell(inputs, state.chunk(2, -1) if self.is_lstm else state)
-        return (state[0], torch.cat(state, -1)) if self.is_lstm else (state, state)
+    def step(self, obs, state):
+        """One step of N environments: obs (N, D), state (N, S) -> features (N, H), next state (N, S)"""
+        state = torch.cat(self.cell(obs, state.chunk(2, -1)), -1) if self.is_lstm else self.cell(obs, state)
+        return state[..., : self.hidden_size], state
 
-    def unroll(self, inputs, episode_starts, state):
-        """T steps of n environments: inputs (T, n, I), episode_starts (T, n) bool, state (n, S) before the first step
-        -> outputs (T, n, H), those of `step` with the state set to zero wherever an episode starts.
+    def replay(self, obs, episode_starts, state):
+        """T steps of n environments in one call of PyTorch's kernel: obs (T, n, D), episode_starts (T, n) bool, state
+        (n, S) before the first step -> features (T, n, H), as from `step` with a zero state at every episode start.
 
-        One call of the kernel behind nn.LSTM or nn.GRU. A reset row before every start sets the state to zero. With
-        starts at t = 0 and 2 the kernel sees reset, x[0], x[1], reset, x[2], ... Columns with fewer starts are padded
-        with reset rows that nothing reads. An extra input is 1 in reset rows, otherwise 0. Its weights shut the gates:
-        they are -1e9, and sigmoid(-1e9) is exactly 0. Neither values nor gradients pass."""
+        The kernel cannot reset a state. So an extra row, a reset row, stands before every start. With starts at t = 0
+        and 2 the kernel sees reset, obs[0], obs[1], reset, obs[2], ... An extra input is 1 in reset rows and otherwise
+        0. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, for the values and for the gradient."""
         T, n = episode_starts.shape
-        steps = torch.arange(T, device=inputs.device).unsqueeze(1)
-        rows = steps + episode_starts.cumsum(0)  # (T, n): t + starts so far
-        place = (rows * n + torch.arange(n, device=inputs.device)).flatten()  # (T * n,)
-        x = inputs.new_zeros((int(rows[-1].max()) + 1) * n, inputs.shape[2] + 1)
-        x[:, -1] = 1.0
-        x = x.index_copy(0, place, nn.functional.pad(inputs.flatten(0, 1), (0, 1))).unflatten(0, (-1, n))
+        rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
+        columns = torch.arange(n, device=obs.device)
+        x = obs.new_zeros(int(rows[-1].max()) + 1, n, obs.shape[-1] + 1)
+        x[..., -1] = 1.0  # all rows reset, but those of the next line; nothing reads what is left over at the end
+        x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
         weight_ih, weight_hh, bias_ih, bias_hh = self.cell.parameters()
-        shut = bias_ih.new_full((self.cell.hidden_size,), -1e9)
-        if self.is_lstm:  # state = forget * state + input * candidate; output * tanh(state)
-            kernel, gates = torch.lstm, [shut, shut, 0 * shut, 0 * shut]  # input, forget, candidate, output
-            hx = [part.contiguous() for part in state.unsqueeze(0).chunk(2, -1)]  # as cuDNN wants them
-        else:  # state = update * state + (1 - update) * candidate; a reset gate of 0 hides the state from the candidate
-            # Order: reset, update, candidate. The third entry cancels the candidate's bias: tanh(0) is 0.
-            kernel, gates = torch.gru, [shut, shut, -bias_ih[2 * len(shut) :]]
-            hx = state.unsqueeze(0).contiguous()
-        weights = [torch.cat([weight_ih, torch.cat(gates).unsqueeze(1)], 1), weight_hh, bias_ih, bias_hh]
-        has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
-        training = torch.is_grad_enabled()  # cuDNN keeps what the backward pass needs only then
-        outputs, *_ = kernel(x, hx, weights, has_biases, layers, dropout, training, bidirectional, batch_first)
-        return outputs.flatten(0, 1).index_select(0, place).unflatten(0, (T, n))
+        closed = bias_ih.new_full((self.hidden_size,), -1e9)
+        if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
+            reset_weights = [closed, closed, 0 * closed, 0 * closed]  # order: input, forget, candidate, output
+            state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
+        else:  # hidden = update * hidden + (1 - update) * candidate
+            # Order: reset, update, candidate. The candidate becomes tanh(0): the reset row takes its bias away.
+            reset_weights = [closed, closed, -bias_ih[2 * self.hidden_size :]]
+            state = state.unsqueeze(0).contiguous()
+        weight_ih = torch.cat([weight_ih, torch.cat(reset_weights).unsqueeze(1)], 1)
+        weights = {"weight_ih_l0": weight_ih, "weight_hh_l0": weight_hh, "bias_ih_l0": bias_ih, "bias_hh_l0": bias_hh}
+        outputs, _ = functional_call(self.kernel[0], weights, (x, state))
+        return outputs[rows, columns]
 
 
 class Agent(nn.Module):
-    """Memory (one, or one each for actor and critic), actor and critic, and the statistics of observations and returns.
+    """Memory, actor and critic, and the statistics of observations and returns.
 
-    `remember` (one step) and `replay` (columns of a rollout) turn observations that `normalize_obs` has normalised into
-    features (..., F), from which actor and critic read; `predict` takes observations as they come."""
+    `normalize_obs` and `predict` take raw observations, the memory normalized ones. It turns them into features, which
+    actor and critic read."""
 
-    def __init__(self, obs_shape, action, args):
-        """action: arrays by name, from `describe_actions`; they become buffers: action_sizes, action_low, ..."""
+    def __init__(self, obs_shape, actions, args):
+        """actions: arrays by name, from describe_actions"""
         super().__init__()
         self.args = args
-        for name, array in action.items():
-            self.register_buffer(f"action_{name}", torch.as_tensor(array))
-        self.is_discrete = "sizes" in action
-        self.action_shape = (self.action_sizes if self.is_discrete else self.action_low).shape
+        for name, array in actions.items():
+            self.register_buffer(name, torch.as_tensor(array))
+        self.is_discrete = "action_sizes" in actions
         self.sizes = self.action_sizes.flatten().tolist() if self.is_discrete else []  # of the K dimensions
-        outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel()
+        outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel()  # A
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
-        self.sees_images = len(obs_shape) == 3
-        self.encoder = NatureCNN(obs_shape) if self.sees_images else nn.Identity()
-        input_size = 512 if self.sees_images else obs_shape[0]
-        # The first is the actor's, the last the critic's: without --separate-critic-rnn they are the same one.
-        memories = [Memory(args.cell, input_size, args.hidden_size) for _ in range(1 + args.separate_critic_rnn)]
-        self.memories = nn.ModuleList(memories)
-        if self.sees_images:
-            self.critic = layer_init(nn.Linear(args.hidden_size, 1), gain=1.0)
-            self.actor = layer_init(nn.Linear(args.hidden_size, outputs), gain=0.01)
-        else:
-            self.critic = mlp(args.hidden_size, args.hidden_sizes, 1, gain=1.0)
-            self.actor = mlp(args.hidden_size, args.hidden_sizes, outputs, gain=0.01)
+        self.memory = Memory(args.cell, obs_shape[0], args.hidden_size)
+        self.critic = mlp(args.hidden_size, args.hidden_sizes, 1, gain=1.0)
+        # gain 0.01: logits and means start near 0, so the first policy is nearly the same in every state.
+        self.actor = mlp(args.hidden_size, args.hidden_sizes, outputs, gain=0.01)
         if not self.is_discrete:
             self.log_std = nn.Parameter(torch.full((outputs,), float(args.log_std_init)))
 
     def normalize_obs(self, raw_obs):
-        """(..., *D) of any number type -> (..., *D) float32; images stay as they are"""
-        if self.sees_images:
-            return raw_obs
+        """(..., D) of any number type -> (..., D) float32"""
         if not self.args.norm_obs:
             return raw_obs.float()
         # float64 until the end: means far from 0 would cost float32 its digits. 1e-8 and 10 are those of baselines.
         return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
-    def initial_state(self, num_envs):
-        """The state (N, S) in which episodes start: zeros."""
-        return self.obs_rms.mean.new_zeros(num_envs, sum(m.state_size for m in self.memories), dtype=torch.float32)
-
-    def remember(self, obs, state):
-        """One time step: obs (N, *D), state (N, S) -> features (N, F), next state (N, S)"""
-        inputs = self.encoder(obs)
-        states = state.chunk(len(self.memories), -1)
-        outputs, states = zip(*(m.step(inputs, s) for m, s in zip(self.memories, states)))
-        return torch.cat(outputs, -1), torch.cat(states, -1)
-
-    def replay(self, obs, episode_starts, state):
-        """T time steps: obs (T, n, *D), episode_starts (T, n), state before the first (n, S) -> features (T, n, F)"""
-        inputs = self.encoder(obs)
-        states = state.chunk(len(self.memories), -1)
-        return torch.cat([m.unroll(inputs, episode_starts, s) for m, s in zip(self.memories, states)], -1)
-
     def get_value(self, features):
-        """(..., F) -> (...)"""
-        return self.critic(features.chunk(len(self.memories), -1)[-1]).squeeze(-1)
-
-    def get_logits_or_mean(self, features):
-        """(..., F) -> (..., A): logits of discrete actions, the mean of Box actions"""
-        return self.actor(features.chunk(len(self.memories), -1)[0])
+        """(..., H) -> (...)"""
+        return self.critic(features).squeeze(-1)
 
     def get_log_probs(self, features, action_mask=None):
-        """Discrete: (..., F), action_mask (..., A) bool or None -> a list of K log-probabilities (..., size)"""
-        logits = self.get_logits_or_mean(features)
-        if action_mask is not None:  # not -inf: exp is 0 all the same, but in the entropy 0 * -inf would be NaN
+        """features (..., H), action_mask (..., A) bool or None: all allowed -> K log-probabilities (..., size)"""
+        logits = self.actor(features)
+        if action_mask is not None:  # not -inf: its probability is 0 as well, but in the entropy 0 * -inf is NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
     def get_action_and_value(self, features, action=None, action_mask=None):
-        """features (..., F), action (..., K or A) or None to sample one -> action and log_prob, entropy, value (...).
+        """features (..., H), action (..., K) or None to sample one -> action (..., K), log_prob, entropy, value (...)
 
-        Both distributions are written out: the objects of torch.distributions cost more than these networks."""
+        The distributions are written out: torch.distributions would cost more than these networks do."""
         if self.is_discrete:
             log_probs = self.get_log_probs(features, action_mask)
-            if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, the largest sum is a sample
+            if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, and the largest sum is a sample
                 action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
             log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
-            entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)
+            entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)  # in nats
         else:
-            mean = self.get_logits_or_mean(features)
+            mean = self.actor(features)
             log_std = self.log_std.expand_as(mean)
             if action is None:
                 action = mean + log_std.exp() * torch.randn_like(mean)
             z = (action - mean) / log_std.exp()
             log_prob = -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+            # Entropy of the unclipped normal distribution, in nats. It depends on log_std alone.
             entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
         return action, log_prob, entropy, self.get_value(features)
 
     def to_env_action(self, action):
-        """(N, K or A) -> (N, *shape of the action space): clipped to the bounds, or counted from the space's start"""
-        action = action.reshape(action.shape[:-1] + self.action_shape)
+        """(..., K) -> (..., *shape of the action space). Discrete: counted from the space's start, not from 0. Box: in
+        units of the bounds -> between the bounds."""
         if self.is_discrete:
-            # long(): torch adds no uint16 to int64.
-            return (action + self.action_start.long()).to(self.action_start.dtype)
+            action = action.reshape(action.shape[:-1] + self.action_start.shape)
+            return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
+        action = action.reshape(action.shape[:-1] + self.action_low.shape)
         return action.clamp(self.action_low, self.action_high).to(self.action_low.dtype)
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
-        """Raw observation(s) (*D) or (N, *D), state returned by the last call or None at the start of an episode,
-        None or mask(s) as environments give them (read_action_masks), one for each observation -> action(s) for the
-        environment, next state"""
-        obs = self.normalize_obs(torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device))
-        batch = obs.shape[: obs.ndim - self.obs_rms.mean.ndim]  # () or (N,)
-        obs = obs.reshape(-1, *self.obs_rms.mean.shape)
-        features, state = self.remember(obs, self.initial_state(len(obs)) if state is None else state)
-        if action_mask is not None and self.is_discrete:
-            infos = {"action_mask": action_mask if batch else [action_mask], "_action_mask": np.ones(len(obs))}
-            action_mask = torch.from_numpy(read_action_masks(infos, len(obs), self.sizes)).to(obs.device)
+        """Raw observation(s), flat, (D,) or (N, D), the state from the last call, None at the start of an episode,
+        mask(s) (A,) or (N, A) -> action(s) for the environment, numpy, and the next state"""
+        raw_obs = torch.as_tensor(np.asarray(raw_obs), device=self.obs_rms.mean.device)
+        if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
+            raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
+        obs = self.normalize_obs(raw_obs)
+        state = obs.new_zeros(*obs.shape[:-1], self.memory.state_size) if state is None else state
+        features, state = self.memory.step(obs, state)
+        if action_mask is not None:
+            action_mask = torch.as_tensor(np.hstack(action_mask), device=obs.device).bool().reshape(*obs.shape[:-1], -1)
         if not deterministic:
             action = self.get_action_and_value(features, action_mask=action_mask)[0]
         elif self.is_discrete:
             action = torch.stack([x.argmax(-1) for x in self.get_log_probs(features, action_mask)], -1)
         else:
-            action = self.get_logits_or_mean(features)
-        # [()]: a number for Discrete, not an array of shape ().
-        return self.to_env_action(action).reshape(batch + self.action_shape).cpu().numpy()[()], state
+            action = self.actor(features)
+        return self.to_env_action(action).cpu().numpy()[()], state  # [()]: a Discrete action is a number, not an array
 
 
 # ================================================================================================ advantages and losses
@@ -401,40 +320,28 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
-    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
-    terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
-    observation of the episode. After a termination next_values[t] is not used."""
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
+    value of the observation after transition t: after a truncation, that of the final observation of the episode."""
     # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
-    advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
-        advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
+        advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
 
 @torch.no_grad()
-def replay_rollout(agent, obs, last_obs, final_obs, episode_starts, truncations, state):
-    """Features of a whole rollout for estimate_advantages: of obs (T, N, *D), last_obs (N, *D), final_obs (E, *D).
+def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, final_states):
+    """What estimate_advantages reads in place of observations: features of obs (T, N, H), last_obs (N, H) and final_obs
+    (E, H), by the present memory.
 
-    episode_starts (T + 1, N) has a row for last_obs too; state (N, S) is that before the first step. Each final
-    observation is inserted after the last step of its episode. It is no start, so it sees the memory of that episode.
-    Memory.unroll inserts its reset rows later. Nothing reads the rows left over at the end of a column."""
-    T, N = truncations.shape
-    columns = torch.arange(N, device=obs.device)
-    rows = torch.arange(T + 1, device=obs.device).unsqueeze(1).repeat(1, N)
-    rows[1:] += truncations.cumsum(0)  # (T + 1, N): t + truncations before t
-    final_rows, final_columns = rows[:-1][truncations] + 1, truncations.nonzero()[:, 1]
-    length = int(rows.max()) + 1
-    all_obs, all_starts = obs.new_zeros(length, *last_obs.shape), episode_starts.new_zeros(length, N)
-    all_obs[rows, columns] = torch.cat([obs, last_obs.unsqueeze(0)])
-    all_obs[final_rows, final_columns] = final_obs
-    all_starts[rows, columns] = episode_starts
-    features = agent.replay(all_obs, all_starts, state)
-    return features[rows[:-1], columns], features[rows[-1], columns], features[final_rows, final_columns]
+    all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) and final_states (E, S), the states after the last
+    steps of the truncated episodes, were computed during the rollout, by the memory before this update."""
+    features = memory.replay(all_obs, episode_starts, first_state)
+    return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
 
 
 @torch.no_grad()
@@ -442,7 +349,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
 
     obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
-    truncated episodes, in the order of truncations.nonzero(). In ppo_rnn.py they hold features, not observations."""
+    truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
     # After a truncated step, values[t + 1] belongs to the next episode. s_{t+1} is the final observation.
@@ -450,37 +357,26 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
 
-def clipped_policy_loss(log_ratio, advantages, clip_coef):
-    """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
-    ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    # The larger loss is the pessimistic one: clipping caps the gain of a step, never its cost.
-    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
-
-
-def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef (OpenAI's baselines), the new value is also clipped
-    to within clip_coef of the old one. Of the two squared errors the larger counts."""
-    errors = (new_values - returns).square()
-    if clip_coef is not None:
-        near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (near_values - returns).square())
-    return 0.5 * errors.mean()
-
-
-def ppo_loss(
-    agent, args, clip_scale, mb_features, mb_actions, mb_log_probs, mb_values, mb_advantages, mb_returns, mb_masks
-):
-    """Loss of a minibatch, and its metrics by name. clip_scale: the factor of --anneal-clip."""
+def ppo_loss(agent, args, mb_features, mb_actions, mb_masks, mb_log_probs, mb_values, mb_advantages, mb_returns):
+    """Loss of a minibatch, and its metrics by name. All (T, n, ...)."""
     _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_features, mb_actions, mb_masks)
     log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
+    ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
+
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
+    # the gain of a step, never its cost.
     if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    clip_coef, vf_clip_coef = clip_scale * args.clip_coef, None
-    if args.clip_vloss:
-        vf_clip_coef = clip_coef if args.vf_clip_coef is None else clip_scale * args.vf_clip_coef
-    policy_loss = clipped_policy_loss(log_ratio, mb_advantages, clip_coef)
-    value_loss = clipped_value_loss(new_values, mb_values, mb_returns, vf_clip_coef)
-    # An unbiased estimate of KL(old, new), with an unbiased gradient. The mean of -log_ratio would vary more.
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
+
+    value_errors = (new_values - mb_returns).square()
+    if args.clip_vloss:  # keep the new value within clip_coef of the old one; the larger error counts
+        near_values = mb_values + (new_values - mb_values).clamp(-args.clip_coef, args.clip_coef)
+        value_errors = torch.max(value_errors, (near_values - mb_returns).square())
+    value_loss = 0.5 * value_errors.mean()
+
+    # An unbiased estimate of KL(old, new), with an unbiased gradient. The mean of -log_ratio, k1, varies more.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -488,19 +384,10 @@ def ppo_loss(
         "value_loss": value_loss,
         "entropy": entropy.mean(),
         "approx_kl": approx_kl,
-        "clipfrac": (log_ratio.expm1().abs() > clip_coef).float().mean(),
+        "old_approx_kl": -log_ratio.mean(),
+        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
-
-
-def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
-    """The new learning rate: / 1.5 above twice the desired KL, * 1.5 below half of it (rsl_rl). A KL of 0, that of the
-    first minibatch of an iteration, says nothing and changes nothing. Tensors in and out."""
-    # rsl_rl's bounds, so that no streak of minibatches can shut it down or blow it up.
-    lower = (learning_rate / 1.5).clamp(min=1e-5)
-    higher = (learning_rate * 1.5).clamp(max=1e-2)
-    too_small = (approx_kl < desired_kl / 2) & (approx_kl > 1e-9)
-    return torch.where(approx_kl > 2 * desired_kl, lower, torch.where(too_small, higher, learning_rate))
 
 
 def explained_variance(values, returns):
@@ -512,505 +399,383 @@ def explained_variance(values, returns):
 # =============================================================================================================== train
 
 
-def train(args, stop_signals=()):
-    """Train an agent. Returns it and its run folder, which is None on ranks above 0.
+def train(args=None, resume=None):
+    """Train an agent. Returns it and its run folder.
 
-    stop_signals: a list that a signal handler appends to. The iteration under way is then the last, and is saved."""
+    resume: the folder of a run to continue, or "latest". Its settings apply, unless args are given."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    rank, num_ranks = 0, 1
-    if dist.is_torchelastic_launched():  # by torchrun: this is process `rank` of num_ranks
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    check_args(args, num_ranks)
-    T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
-    M = T * N // args.num_minibatches
-    num_iterations = args.total_timesteps // (T * args.num_envs)
+    resume = resume and find_run(resume)
+    args = args or (load_args(resume) if resume else Args())
+    check(args)
+    T, N = args.num_steps, args.num_envs
+    B = T * N
+    num_iterations, device = args.total_timesteps // B, torch.device(args.device)
 
-    torch.manual_seed(args.seed)  # networks start equal on all ranks
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA's LSTM and GRU need it to be deterministic
-    envs = make_envs(args, N)
-    obs_shape = envs.single_observation_space.shape
-    device = start_device(args, is_large=is_image(envs.single_observation_space) or M >= 4096)
-    agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-    # One vector holds all parameters, and each of them is a view of it. One norm and one Adam step serve all layers. Do
-    # not move or replace a parameter from here on (.to, assign=True): Adam would not reach it.
-    flat_parameters = parameters_to_vector(agent.parameters()).detach()
-    vector_to_parameters(flat_parameters, agent.parameters())
-    flat_parameters.grad = torch.zeros_like(flat_parameters)
-    average_over_ranks(flat_parameters)  # equal on all ranks: processors may round the first weights differently
-    # Tensors, to be changed in place (fill_, copy_): the compiled functions below see no other change.
-    lr, clip_scale = torch.tensor(args.learning_rate, device=device), torch.ones((), device=device)
-    optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-5, foreach=False, capturable=device.type == "cuda")
-    adam_step = inspect.unwrap(torch.optim.Adam.step)  # without its hooks, which torch.compile cannot trace
-    global_step, seconds = restore(args.resume, agent, optimizer) if args.resume else (0, 0.0)
-    # Every rank and every resumption has seeds of its own, for noise, permutations and environments.
-    seeds = np.random.SeedSequence([args.seed, rank, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
-    noise_seed, *env_seeds = seeds.tolist()
-    torch.manual_seed(noise_seed)
+    with contextlib.ExitStack() as cleanup:  # whatever ends training
+        cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # more would not help such small networks
+        envs = cleanup.enter_context(contextlib.closing(make_envs(args)))
+        run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
+        global_step = run.global_step  # above 0 after --resume
+        # Every resumption has its own seeds: one for networks, noise and permutations, one for the environments.
+        seeds = np.random.SeedSequence([args.seed, 0, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
+        noise_seed, *env_seeds = seeds.tolist()
+        next_obs, infos = envs.reset(seed=env_seeds)  # raw
+        torch.manual_seed(args.seed)
 
-    @torch.no_grad()
-    @partial(compiled, args=args, device=device)
-    def act(raw_obs, episode_start, action_mask, state):
-        """raw_obs (N, *D), episode_start (N,), masks (N, A), state (N, S) -> obs (N, *D), actions (N, K or A),
-        log_probs (N,), actions for the environments, next state"""
-        obs = agent.normalize_obs(raw_obs)
-        features, state = agent.remember(obs, state.masked_fill(episode_start.unsqueeze(1), 0.0))
-        # Entropy and value are not used: compiled, they are not computed either.
-        action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
-        return obs, action, log_prob, agent.to_env_action(action), state
+        obs_shape = envs.single_observation_space.shape
+        agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
+        # One vector holds all parameters, and each of them is a view of it: one Adam step serves all layers.
+        flat_parameters = parameters_to_vector(agent.parameters()).detach()
+        vector_to_parameters(flat_parameters, agent.parameters())
+        optimizer = torch.optim.Adam([flat_parameters], torch.tensor(args.learning_rate), eps=1e-5, foreach=False)
+        if resume:
+            run.restore(agent, optimizer)
+        torch.manual_seed(noise_seed)
 
-    memory_parameters = [*agent.encoder.parameters(), *agent.memories.parameters()]
-    head_parameters = [p for p in agent.parameters() if p not in set(memory_parameters)]  # compared by identity
+        @torch.no_grad()
+        def act(raw_obs, action_mask, state):
+            """raw_obs (N, D), mask (N, A), state (N, S) -> obs (N, D), actions (N, K), log_probs (N,), the
+            environments' actions, next state (N, S)"""
+            obs = agent.normalize_obs(raw_obs)
+            features, state = agent.memory.step(obs, state)
+            # Entropy and value are not used: compiled, they are not computed either.
+            action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
+            return obs, action, log_prob, agent.to_env_action(action), state
 
-    @partial(compiled, args=args, device=device, check=True)
-    def compute_head_gradients(features, *minibatch):
-        """features (M, F), which need a gradient -> gradients of the features and of actor, critic and log_std"""
-        loss, metrics = ppo_loss(agent, args, clip_scale, features, *minibatch)
-        return torch.autograd.grad(loss, [features, *head_parameters]), metrics
+        loss_function = compiled(ppo_loss, args)
 
-    def compute_gradient(mb_state, mb_obs, mb_starts, *minibatch):
-        """tensors (T, n, ...), state (n, S) before them -> the gradient of ppo_loss as one vector, metrics
+        def compute_gradient(mb_state, mb_starts, mb_obs, *minibatch):
+            """state (n, S), tensors (T, n, ...) -> the gradient of ppo_loss as one vector, clipped to max_grad_norm,
+            and metrics. The replay is not compiled: its number of rows differs between minibatches."""
+            features = agent.memory.replay(mb_obs, mb_starts, mb_state)
+            loss, metrics = loss_function(agent, args, features, *minibatch)
+            gradients = torch.autograd.grad(loss, list(agent.parameters()))
+            gradient = torch.cat([gradient.flatten() for gradient in gradients])
+            if args.max_grad_norm > 0:  # what clip_grad_norm_ does
+                gradient = gradient * (args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1.0)
+            return gradient, metrics
 
-        The replay's length, T + the most starts in a column, differs between minibatches: it is not compiled."""
-        features = agent.replay(mb_obs, mb_starts, mb_state).flatten(0, 1)
-        rows = features.detach().requires_grad_(), *(x.flatten(0, 1) for x in minibatch)
-        (feature_gradient, *head_gradients), metrics = compute_head_gradients(*rows)
-        memory_gradients = torch.autograd.grad(features, memory_parameters, feature_gradient)
-        gradients = dict(zip(head_parameters + memory_parameters, [*head_gradients, *memory_gradients]))
-        return torch.cat([gradients[parameter].flatten() for parameter in agent.parameters()]), metrics
+        act = compiled(act, args)
 
-    @torch.no_grad()
-    @partial(compiled, args=args, device=device)
-    def apply_gradient(gradient, approx_kl):
-        flat_parameters.grad.copy_(gradient)  # torch.compile refuses an assignment here
-        if args.max_grad_norm > 0:
-            clip_grad_norm_(flat_parameters, args.max_grad_norm, foreach=False)
-        if args.desired_kl is not None:
-            lr.copy_(adapt_learning_rate(lr, approx_kl, args.desired_kl))
-        adam_step(optimizer)
+        # ---------------------------------------------------------------------------------------------------- storage
+        obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
+        if agent.is_discrete:
+            actions = torch.zeros(
+                T, N, len(agent.sizes), dtype=torch.int64, device=device
+            )  # as the policy counts, from 0
+        else:
+            actions = torch.zeros(
+                T, N, agent.action_low.numel(), device=device
+            )  # as the policy chose them, not clipped
+        action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
+        log_probs = torch.zeros(T, N, device=device)
+        state = torch.zeros(N, agent.memory.state_size, device=device)
+        # Filled step by step in numpy, which is faster. They go to the device after the rollout.
+        raw_obs = np.zeros((T, N, *obs_shape), next_obs.dtype)
+        step_rewards = np.zeros((T, N), np.float32)
+        step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
+        episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+        shortened = stagger(envs, args)  # bool (N,): whose first episode ends early; these are not logged
 
-    # -------------------------------------------------------------------------------------------------------- storage
-    obs_type = torch.uint8 if agent.sees_images else torch.float32
-    obs = torch.zeros(T, N, *obs_shape, dtype=obs_type, device=device)  # as the policy saw them, normalised
-    if agent.is_discrete:
-        actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)
-    else:  # as the policy chose them, not clipped
-        actions = torch.zeros(T, N, agent.action_low.numel(), device=device)
-    log_probs = torch.zeros(T, N, device=device)
-    # Filled step by step in numpy. They go to the device after the rollout.
-    step_rewards = np.zeros((T, N), np.float32)
-    step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
-    step_masks = np.zeros((T, N, sum(agent.sizes)), bool)
-    # Row t belongs to obs[t], row T to last_obs. The next rollout copies row T to row 0. At first all are starts.
-    step_starts = np.ones((T + 1, N), bool)
-    state = agent.initial_state(N)
-    discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
-    episode_returns, episode_lengths, frame_numbers = np.zeros(N), np.zeros(N, dtype=int), np.zeros(N, dtype=int)
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
+            remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
+            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
 
-    run = Run(args, rank, num_iterations, global_step, seconds, device)
-    env_seeds = np.array(env_seeds) if is_atari(args.env_id) else env_seeds  # ale-py takes an array
-    next_obs, infos = envs.reset(seed=env_seeds)  # raw
-    # --stagger-envs brings the time limits of the first episodes forward, each by another amount. Otherwise all would
-    # end together, and a batch would hold one phase of the episode.
-    elapsed_steps = np.zeros(N, dtype=int)
-    if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
-        elapsed_steps = (rank * N + np.arange(N)) * envs.spec.max_episode_steps // args.num_envs
-        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
-    shortened = elapsed_steps > 0  # bool (N,): first episodes that end early; they are not logged
+            # ------------------------------------------------------------------------------------------------ rollout
+            episodes, raw_final_obs, final_states, first_state = [], [], [], state
+            for t in range(T):
+                raw_obs[t] = next_obs
+                action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
+                seen = torch.from_numpy(next_obs).to(device), action_masks[t], state
+                obs[t], actions[t], log_probs[t], env_actions, state = act(*seen)
+                next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+                truncated = truncated & ~terminated  # with both set it terminated
+                step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
+                global_step += N
+                if truncated.any():  # next_obs belongs to the next episode already
+                    raw_final_obs.extend(infos["final_obs"][truncated])
+                    final_states.append(state[truncated])
+                episode_returns += reward
+                episode_lengths += 1
+                for i in np.flatnonzero(terminated | truncated):
+                    if not shortened[i]:
+                        info = infos["final_info"]["numbers"][i][0] if "numbers" in infos.get("final_info", ()) else {}
+                        episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
+                        episodes.append(episode | {"info": info})
+                    episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
+                    state[i] = 0.0  # the next episode starts without memory
 
-    first_iteration = math.ceil(global_step / (T * args.num_envs)) + 1  # --resume may come with another batch size
-    for iteration in range(first_iteration, num_iterations + 1):
-        remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
-        if args.desired_kl is None:
-            lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
-        clip_scale.fill_(remaining if args.anneal_clip else 1.0)
-
-        # ---------------------------------------------------------------------------------------------------- rollout
-        episodes, all_raw_obs, raw_final_obs, first_state = [], [], [], state
-        step_starts[0] = step_starts[T]
-        for t in range(T):
-            all_raw_obs.append(next_obs.copy())  # an environment's own vector may reuse its array
-            has_masks = agent.is_discrete and args.mask_actions and "action_mask" in infos
-            step_masks[t] = read_action_masks(infos, N, agent.sizes) if has_masks else True
-            seen = (torch.from_numpy(x).to(device) for x in (next_obs, step_starts[t], step_masks[t]))
-            obs[t], actions[t], log_probs[t], env_actions, state = act(*seen, state)
-            next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
-            truncated = truncated & ~terminated  # with both set it terminated
-            step_rewards[t] = np.sign(reward) if args.clip_reward else reward
-            step_terminations[t], step_truncations[t] = terminated, truncated
-            global_step += args.num_envs
-            if not (np.isfinite(reward).all() and (agent.sees_images or np.isfinite(next_obs).all())):
-                fail(f"{args.env_id} returned NaN or infinity in step {global_step}; the last checkpoint is kept")
-            if truncated.any():  # next_obs belongs to the next episode already
-                raw_final_obs.extend(infos["final_obs"][truncated])
-            episode_returns += reward
-            episode_lengths += 1
-            over = terminated | truncated
-            if is_atari(args.env_id):  # a lost life terminates too; only a new game has a lower frame number
-                over, frame_numbers = infos["episode_frame_number"] < frame_numbers, infos["episode_frame_number"]
-            step_starts[t + 1] = over
-            for n in np.flatnonzero(over):
-                if not shortened[n]:
-                    numbers = infos["final_info"]["numbers"][n][0] if "numbers" in infos.get("final_info", ()) else {}
-                    episodes.append((global_step, episode_returns[n], episode_lengths[n], numbers))
-                episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
-
-        # ------------------------------------------------------------------------------------------------- advantages
-        steps = (step_rewards, step_terminations, step_truncations, step_masks, step_starts)  # (T or T + 1, N, ...)
-        steps = (torch.from_numpy(x).to(device) for x in steps)
-        rewards, terminations, truncations, action_masks, episode_starts = steps
-        if args.norm_reward:
+            # --------------------------------------------------------------------------------------------- advantages
+            steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
+            rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
             ended = terminations | truncations
-            rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
-        last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, *D)
-        # (E, *D), E truncated episodes, by step and then by environment: the order of truncations.nonzero()
-        raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)
-        final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-        rollout = (obs, last_obs, final_obs, episode_starts, truncations, first_state)
-        gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
-        values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *gae_args)  # (T, N)
-        # Before the update: the critic has not learned from these returns yet.
-        scalars = {"losses/explained_variance": explained_variance(values, returns)}
-        if args.norm_obs and not agent.sees_images:  # for the next rollout: this one is normalised already
-            agent.obs_rms.update(torch.from_numpy(np.stack(all_raw_obs)).to(device))
+            if args.norm_reward:
+                rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
+            last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
+            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
+            final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
+            # (T + 1, N), for obs and last_obs. No start in row 0: first_state is zero already where an episode starts.
+            episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])
+            final_states = torch.cat([state[:0], *final_states])  # (E, S)
+            rollout = (torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states)
+            gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            features = replay_rollout(agent.memory, *rollout)
+            values, advantages, returns = estimate_advantages(agent, *features, *gae_args)  # (T, N)
+            # Before the update: the critic has not learned from these returns yet.
+            scalars = {"losses/explained_variance": explained_variance(values, returns)}
+            if args.norm_obs:  # for the next rollout: this one is normalized already
+                agent.obs_rms.update(torch.from_numpy(raw_obs).to(device))
 
-        # ----------------------------------------------------------------------------------------------------- update
-        all_metrics, stop_update = [], False
-        for epoch in range(args.update_epochs):
-            if epoch > 0 and args.recompute_advantages:  # --clip-vloss then clips around the new values
-                values, advantages, returns = estimate_advantages(agent, *replay_rollout(agent, *rollout), *gae_args)
-            # A minibatch (mb_) is n columns of the rollout, whole environments; the loss sees their M = T * n rows.
-            tensors = (obs, episode_starts[:T], actions, log_probs, values, advantages, returns, action_masks)
-            for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # drawn on the CPU
-                gradient, metrics = compute_gradient(first_state[columns], *(x[:, columns] for x in tensors))
-                if not all_metrics:  # the first KL is 0: --desired-kl must not act on its rounding error
-                    metrics["approx_kl"].zero_()
-                average_over_ranks(gradient)
-                average_over_ranks(metrics["approx_kl"])  # ranks stop, or change lr, together
-                all_metrics.append(metrics)
-                if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
-                    stop_update = True  # before this minibatch's step
+            # ------------------------------------------------------------------------------------------------- update
+            all_metrics, stop_update = [], False
+            for epoch in range(args.update_epochs):
+                if epoch > 0 and args.recompute_advantages:
+                    features = replay_rollout(agent.memory, *rollout)
+                    values, advantages, returns = estimate_advantages(agent, *features, *gae_args)
+                tensors = (episode_starts[:T], obs, actions, action_masks, log_probs, values, advantages, returns)
+                for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # n whole environments
+                    minibatch = [x[:, columns] for x in tensors]  # (T, n, ...)
+                    gradient, metrics = compute_gradient(first_state[columns], *minibatch)
+                    all_metrics.append(metrics)
+                    if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
+                        stop_update = True  # before this minibatch's step
+                        break
+                    flat_parameters.grad = gradient
+                    optimizer.step()
+                if stop_update:
                     break
-                apply_gradient(gradient, metrics["approx_kl"])
-            if stop_update:
-                break
-        if not flat_parameters.isfinite().all():
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
+            if not (
+                np.isfinite(raw_obs).all() and np.isfinite(step_rewards).all() and flat_parameters.isfinite().all()
+            ):
+                raise UsageError(f"NaN or infinity in observations, rewards or weights: {run.dir} keeps its checkpoint")
 
-        # ------------------------------------------------------------------------------------------------ log and save
-        scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
-        for value in scalars.values():
-            average_over_ranks(value)
-        scalars["charts/learning_rate"] = lr
-        run.log(global_step, gather_from_ranks(episodes), scalars)
-        stopped = any(gather_from_ranks(list(stop_signals)))  # on any rank; read once, so that all ranks agree
-        if iteration % args.checkpoint_interval == 0 or iteration in (1, num_iterations) or stopped:
-            run.save(agent, optimizer)
-        if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
-            evaluate(agent, args.env_id, 1, args.seed, args.eval_deterministic, run.dir, f"step-{global_step}")
-        if stopped:
-            break
-
-    envs.close()
-    run.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return agent, run.dir
+            # -------------------------------------------------------------------------------------------- log and save
+            scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            if not agent.is_discrete:
+                scalars["charts/policy_std"] = agent.log_std.exp().mean().detach()
+            run.log(global_step, episodes, scalars)
+            run.save(agent, optimizer, now=iteration in (1, num_iterations))
+            if args.capture_video and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
+                evaluate(agent, args, episodes=1, video_dir=run.dir / "videos", name=f"step-{global_step}")
+        return agent, run.dir
 
 
 # =============================================================================== services: no PPO from here to the end
 
 
-class Failure(ValueError, SystemExit):  # callers of `train` can catch a ValueError; a command ends with status 2
-    code = 2
+class UsageError(ValueError):
+    """What a user can mend. `main` prints it in one line and exits with 2."""
 
 
-def fail(message):
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise Failure(message)
+def check(args):
+    """Refuse settings that cannot work, before anything is created."""
+    if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
+        raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
+    batch_size = args.num_envs * args.num_steps
+    if args.total_timesteps < batch_size:
+        raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
+    if args.num_envs % args.num_minibatches:
+        divisors = [n for n in range(1, args.num_envs + 1) if args.num_envs % n == 0]
+        nearest = sorted(divisors, key=lambda n: abs(n - args.num_minibatches))[:3]
+        text = f"--num-minibatches {args.num_minibatches} does not divide num_envs = {args.num_envs}"
+        raise UsageError(f"{text}, but {sorted(nearest)} do")
 
 
-def parse_args(argv=None, default=None):
-    """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
-    # One word a line, so that ^ and $ are its ends: --x=True -> --x, --x=False -> --no-x, 1e6 and 1M -> 1000000.
-    text = "\n".join(sys.argv[1:] if argv is None else argv)
-    text = re.sub(r"(?m)^--env(?=[=\n])", "--env-id", re.sub(r"(?m)^--lr(?=[=\n])", "--learning-rate", text))
-    text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
-    text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
-    whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
-    text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    parse = partial(tyro.cli, Args, args=text.splitlines(), description=__doc__.split("\n\nChoices")[0])
-    args = parse(default=default)
-    # ALE games have their own defaults: the command line is read once more, on top of those.
-    return parse(default=Args(**ATARI)) if default is None and is_atari(args.env_id) else args
-
-
-def find_run(name, runs_dir):
-    """The run folder that --resume and --evaluate name: its path, a file in it, or latest."""
-    if name == "latest":
-        name = max(Path(runs_dir).glob("*/checkpoint.pt"), key=os.path.getmtime, default="latest")
-    return str(Path(name).parent if Path(name).suffix == ".pt" else name)
-
-
-def check_args(args, num_ranks=1):
-    """Refuse arguments that cannot work, before anything is created."""
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        low = 1 if field.type is int and field.name != "seed" else 0
-        low = -math.inf if field.name.startswith(("ent_coef", "log_std")) else low
-        high = 1 if field.name in ("gamma", "gae_lambda") else math.inf
-        if isinstance(value, (int, float)) and not (low <= value <= high and math.isfinite(value)):
-            fail(f"--{field.name.replace('_', '-')} must be a finite number from {low} to {high}, not {value}")
-    if args.num_envs % num_ranks:
-        fail(f"--num-envs {args.num_envs} must be a multiple of the {num_ranks} processes of torchrun")
-    if args.total_timesteps < (batch_size := args.num_envs * args.num_steps):
-        fail(f"--total-timesteps {args.total_timesteps} is below num_envs * num_steps = {batch_size}")
-    size = args.num_envs // num_ranks
-    nearest = sorted((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - args.num_minibatches))
-    if size % args.num_minibatches and args.num_minibatches != Args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} must divide num_envs = {size}, as {sorted(nearest[:3])} do")
-    if size % args.num_minibatches:  # the default
-        args.num_minibatches = nearest[0]
-        print(f"--num-minibatches {nearest[0]}, because the default does not divide num_envs = {size}", file=sys.stderr)
+def compiled(function, args):
+    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef."""
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
+    # The random numbers of eager mode; on a CPU, C++ instead of Python between the kernels.
+    options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu"}
+    return torch.compile(function, fullgraph=True, options=options) if args.compile else function
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. Of its infos it passes on the mask, and the numbers at the end of an episode for the
-    metrics info/NAME. Merging more infos takes longer than many a simulator."""
+    """One environment of a vector. It seeds the global generators too: with --async-envs, each worker has its own. It
+    drops all infos but masks and the numbers of an episode's last step: merging takes longer than many simulators."""
 
     def reset(self, *, seed=None, options=None):
-        if seed is not None:  # for environments that draw from the global generators
+        if seed is not None:
             random.seed(seed)
             np.random.seed(seed)
+            torch.manual_seed(seed)
         obs, info = self.env.reset(seed=seed, options=options)
-        return obs, {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+        return obs, self.keep_mask(info)
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        mask = {"action_mask": info["action_mask"]} if "action_mask" in info else {}
+        reward, numbers = np.asarray(reward).item(), {}  # item(): some environments return an array of one number
         if not (terminated or truncated):
-            return obs, reward, terminated, truncated, mask
-        numbers = {name: float(x) for name, x in info.items() if isinstance(x, (int, float, np.number, np.bool_))}
-        # A copy, because the environment may reuse its array. In a list, because gymnasium would merge a dict.
-        return copy.deepcopy(obs), reward, terminated, truncated, mask | {"numbers": [numbers]}
+            return obs, reward, terminated, truncated, self.keep_mask(info)
+        for name, value in info.items():
+            with contextlib.suppress(TypeError, ValueError, OverflowError):  # what is no number, or too large
+                numbers[name] = float(value)
+        return obs, reward, terminated, truncated, {"numbers": [numbers]}  # a list: gymnasium would merge a dict
+
+    def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
+        return {"action_mask": np.hstack(info["action_mask"])} if "action_mask" in info else {}
 
 
-def is_atari(env_id):
-    return env_id.removeprefix("ale_py:").startswith("ALE/")
+def make_env(args, **kwargs):
+    """One environment."""
+    env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
+    space = env.observation_space
+    if space.dtype == np.uint8 and math.prod(space.shape) > 1000:
+        raise UsageError(f"{args.env_id} has images: use variants/ppo_atari.py or recipes/image_box.diff")
+    if not space.is_np_flattenable or gym.spaces.flatdim(space) == 0:
+        raise UsageError(f"{args.env_id} has observations that are no vector, {space}: see docs/your-environment.md")
+    return gym.wrappers.FlattenObservation(VectorMember(env))
 
 
-def is_image(space):
-    """Whether observations of this space are for the Nature CNN, whose layers need 36 x 36 pixels."""
-    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
-        return False
-    channels, pixels, _ = sorted(space.shape)
-    return pixels >= 36 and channels in (space.shape[0], space.shape[2])  # first or last
-
-
-def make_envs(args, num_envs):
-    """A vector of num_envs environments in autoreset mode SAME_STEP: the step that ends an episode returns the first
-    observation of the next one, and the final observation in infos["final_obs"]."""
-    if "NoFrameskip" in args.env_id:
-        fail(f"--env-id {args.env_id}: Atari games are called ALE/NAME-v5 here")
-    same_step, mode = gym.vector.AutoresetMode.SAME_STEP, "async" if args.async_envs else "sync"
-    # Workers are forked: they inherit main's signal handlers, so Ctrl-C does not end them within an iteration.
-    options = {"autoreset_mode": same_step} | ({"context": "fork"} if args.async_envs else {})
-    try:
-        kwargs = json.loads(args.env_kwargs)
-        if is_atari(args.env_id):  # ale-py has a vector of games in native threads
-            kwargs = {"reward_clipping": False, "repeat_action_probability": 0.0} | kwargs
-            kwargs |= {"episodic_life": False, "life_loss_info": True}  # a lost life is `terminated`, the game goes on
-            kwargs |= {"autoreset_mode": same_step}  # below: "ale_py:" makes gymnasium import it
-            return gym.make_vec("ale_py:" + args.env_id.removeprefix("ale_py:"), num_envs, **kwargs)
-        make = partial(gym.make_vec, args.env_id, num_envs, mode, vector_kwargs=options, **kwargs)
-        try:  # the environment's own vector, in native threads: few have one, and not all of these know SAME_STEP
-            envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=same_step, **kwargs)
-        except (gym.error.Error, TypeError):
-            envs = make(wrappers=[VectorMember])
-        obs_space = envs.single_observation_space
-        is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
-        if not is_vector and not is_image(obs_space):  # flattening takes time
-            envs.close()
-            envs = make(wrappers=[VectorMember, gym.wrappers.FlattenObservation])
-            if len(obs_space.shape or ()) == 3:
-                print(f"{args.env_id}: images are flattened, see docs/your-environment.md", file=sys.stderr)
-    except (gym.error.Error, ImportError, NotImplementedError, TypeError, ValueError) as error:
-        fail(f"--env-id {args.env_id}: {error}")
-    if envs.metadata["autoreset_mode"] != same_step:
-        fail(f"--env-id {args.env_id}: its vector begins the next episode in the next step, SAME_STEP is needed")
-    if args.stagger_envs and not hasattr(envs, "set_attr"):
-        print(f"{args.env_id}: first episodes are not staggered, its vector has no set_attr", file=sys.stderr)
-    actions, discrete = envs.single_action_space, ("Discrete", "MultiDiscrete", "MultiBinary")
-    is_real = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f"
-    if not is_real and type(actions).__name__ not in discrete:
-        fail(f"{args.env_id} has actions {actions}: {', '.join(discrete)} or a Box of floats is needed")
-    return envs
+def make_envs(args):
+    """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
+    of the next one, and the final observation in infos["final_obs"]."""
+    env = make_env(args)  # fails in one line where it cannot work
+    describe_actions(env.action_space)
+    if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
+        raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
+    env.close()
+    make = partial(gym.make_vec, args.env_id, args.num_envs, **json.loads(args.env_kwargs))
+    same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    try:  # the environment's own vector, stepped in native code, if it has one with this mode
+        return make("vector_entry_point", **same_step)
+    except (gym.error.Error, TypeError):
+        wrappers = [VectorMember, gym.wrappers.FlattenObservation]
+        return make("async" if args.async_envs else "sync", wrappers=wrappers, vector_kwargs=same_step)
 
 
 def describe_actions(space):
-    """What the agent must know of an action space: {"sizes", "start"} or, for a Box, {"low", "high"}, shaped like it"""
-    if isinstance(space, gym.spaces.Box):
-        return {"low": space.low, "high": space.high}
-    if isinstance(space, gym.spaces.MultiBinary):  # two choices in each dimension
-        return {"sizes": np.full(space.shape, 2), "start": np.zeros(space.shape, space.dtype)}
-    return {"sizes": space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, "start": space.start}
+    """Of an action space: its bounds, or how many choices each dimension has and the number of the first one"""
+    if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
+        return {"action_low": space.low, "action_high": space.high}
+    if isinstance(space, gym.spaces.MultiBinary):
+        return {"action_sizes": np.full(space.shape, 2), "action_start": np.zeros(space.shape, space.dtype)}
+    if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        sizes = space.n if isinstance(space, gym.spaces.Discrete) else space.nvec
+        return {"action_sizes": sizes, "action_start": space.start}
+    raise UsageError(f"actions {space}: Discrete, MultiDiscrete, MultiBinary or a Box of floats is needed")
 
 
-def read_action_masks(infos, num_envs, action_sizes):
-    """infos["action_mask"] of a vector environment -> (N, A) bool: what each environment allows next.
-
-    A mask is an array of sum(action_sizes) numbers, 0 for forbidden, or a tuple or list with one for each dimension; an
-    environment without one allows everything."""
-    masks = np.ones((num_envs, sum(action_sizes)), dtype=bool)
-    for n in np.flatnonzero(infos.get("_action_mask", False)):
-        mask = infos["action_mask"][n]
-        mask = np.hstack(mask if np.iterable(mask) else [mask])
-        if mask.shape != masks[n].shape:
-            fail(f'infos["action_mask"] has {mask.size} entries, the actions need {masks[n].size}')
-        masks[n] = mask
-    if not np.logical_or.reduceat(masks, np.cumsum([0, *action_sizes[:-1]]), axis=1).all():
-        fail('infos["action_mask"] forbids every choice in some dimension of the action')
+def read_masks(infos, sizes):
+    """infos["action_mask"] of a vector of environments -> (N, A) bool. Where it is missing, every choice is allowed."""
+    given = infos["_action_mask"]  # bool (N,), from gymnasium: the environments that gave one
+    masks = torch.ones(len(given), sum(sizes), dtype=torch.bool)
+    masks[torch.from_numpy(given)] = torch.from_numpy(np.stack(infos["action_mask"][given]).astype(bool))
+    if not all(mask.any(-1).all() for mask in masks.split(sizes, -1)):
+        raise UsageError('infos["action_mask"] forbids every choice in some dimension of the action')
     return masks
 
 
-def start_device(args, is_large):
-    """The device of this process. Under torchrun it also meets the other ranks, by gloo on CPUs and NCCL on GPUs."""
-    auto_device = "cuda" if is_large and torch.cuda.is_available() else "cpu"
-    device = torch.device(auto_device if args.device == "auto" else args.device)
-    if dist.is_torchelastic_launched():
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if not is_large:
-        torch.set_num_threads(1)  # more would not help such small networks
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits: the first minibatch's ratio would not be 1
-    return device
-
-
-def average_over_ranks(x):
-    """Under torchrun: replace x, in place, by its mean over all ranks. Otherwise do nothing. Returns x."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-        x /= dist.get_world_size()
-    return x
-
-
-def gather_from_ranks(items):
-    """Under torchrun: the lists of all ranks, joined. Otherwise the list as it is."""
-    if not dist.is_initialized():
-        return items
-    lists = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, items)
-    return [item for items in lists for item in items]
-
-
-def compiled(function, args, device, check=False):
-    """Compile the function at its first call; --no-compile returns it unchanged. Python numbers become constants: write
-    what changes into tensors. torch's guards, which would notice a changed number, are off: they take too long."""
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
-    # torch puts random parts into ids. Without them its cache on disk finds what an earlier run has compiled.
-    torch._dynamo.output_graph.unique_id = lambda name, **_: torch._dynamo.bytecode_transformation.unique_id(name)
-    options = {"fallback_random": True}  # the random numbers of eager mode
-    if device.type == "cpu":
-        options["cpp_wrapper"] = True  # C++ in place of Python between the kernels
-        options["cpp.vec_isa_ok"] = True  # else torch tests the CPU's vector instructions for a second
-    programs = []
-
-    def call(*arguments):
-        if not programs:
-            whole = torch.compile(function, fullgraph=True, dynamic=False, options=options)
-            programs.append(whole.aot_compile((arguments, {})))
-            programs[0].disable_guard_check()
-            if check:  # torch.compile has been seen to leave out a part of a gradient, for some sizes and options
-                gradients = (tree_leaves(version(*arguments)[0]) for version in (function, programs[0]))
-                right, found = (torch.cat([gradient.flatten() for gradient in leaves]) for leaves in gradients)
-                if (found - right).norm() > 0.01 * right.norm():
-                    fail("torch.compile gives a wrong gradient for these sizes: use --no-compile")
-        return programs[0](*arguments)
-
-    return call if args.compile else function
+def stagger(envs, args):
+    """--stagger-envs: bring the time limits of the first episodes forward, each by a different number of steps.
+    Otherwise all would end together, and a batch would hold one phase of the episode. -> bool (N,), shortened or not"""
+    elapsed_steps = np.zeros(args.num_envs, dtype=int)
+    if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
+        elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
+        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
+    return elapsed_steps > 0
 
 
 class Run:
-    """The folder of a run, with args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt;
-    also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
+    """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
+    wandb and the progress bar."""
 
-    def __init__(self, args, rank, num_iterations, global_step, seconds, device):
-        self.args, self.dir, self.global_step = args, None, global_step
-        if rank > 0:
-            self.log = self.save = self.close = lambda *arguments: None
-            return
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
-        self.dir.mkdir(parents=True, exist_ok=True)
+    def __init__(self, args, total_steps, resume=None):
+        name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+        self.args, self.total_steps = args, total_steps
+        self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"the run folder cannot be made: {error}") from None
         self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            fail(f"another process is training in {self.dir}: stop it first")
-        self.total_steps = num_iterations * args.num_steps * args.num_envs
-        what = f"on {device}" if global_step < self.total_steps else "nothing left to do: raise --total-timesteps"
-        self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {what}")
+            raise UsageError(f"another process is training in {self.dir}") from None
+        self.checkpoint = load_checkpoint(self.dir) if resume else {}
+        self.global_step = self.checkpoint.get("global_step", 0)
         (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
-        # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
-        path = self.dir / "episodes.csv"
-        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
-        is_row = re.compile(r"(\d+),-?[\d.]+(e[+-]\d+)?,\d+,[\d.]+").fullmatch
-        rows = [row for row in rows if (match := is_row(row)) and int(match[1]) <= global_step]
-        self.recent_returns = deque([float(row.split(",")[1]) for row in rows], maxlen=100)
-        path.write_text("\n".join(["global_step,episodic_return,episodic_length,seconds", *rows, ""]))
-        self.episodes_file = path.open("a")
         if args.track:
             import wandb
 
-            # The folder's name as the id: a resumed run goes on in the same run of wandb.
-            names = {"id": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            self.wandb = wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
-        # purge_step hides what a killed run logged after its checkpoint.
-        self.writer = SummaryWriter(self.dir, purge_step=global_step + 1)
-        self.start_time, self.first_log = time.time() - seconds, None
-        self.bar = tqdm(total=self.total_steps, initial=global_step, unit="step", unit_scale=True, disable=None)
-        self.bar.set_postfix_str("compiling" if args.compile else "")
+            # A resumed run continues the same run of wandb. A sweep chooses the id, otherwise it is the folder's name.
+            run_id = self.checkpoint.get("wandb_id") or self.dir.name
+            options = {"resume": "allow", "reinit": "create_new", "dir": self.dir, "save_code": True}
+            names = {"name": self.dir.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
+        # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
+        self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
+        rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
+        self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
+        if resume:
+            os.truncate(self.dir / "episodes.csv", self.checkpoint["episodes_size"])
+        self.episodes_file = (self.dir / "episodes.csv").open("a", newline="\n")
+        if not resume:
+            self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
+        self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
+        self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
+        self.last_log = self.last_save = time.monotonic()
+        what = "finished: raise --total-timesteps" if self.global_step >= total_steps else ""
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,} {what or 'compiling' * args.compile}")
+        self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
+
+    def restore(self, agent, optimizer):
+        """--resume: give agent and optimizer the state of the checkpoint."""
+        state = self.checkpoint["agent"]
+        for name, array in agent.named_buffers():
+            if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
+                raise UsageError(f"{self.args.env_id} has another {name} than the checkpoint in {self.dir}")
+        agent.load_state_dict(state)
+        optimizer.load_state_dict(self.checkpoint["optimizer"])
 
     def log(self, global_step, episodes, scalars):
-        """episodes: (global_step, return, length, numbers of its last info); scalars: {name: number or tensor ()}"""
-        now, text = time.time(), "no episode has ended yet"
-        for name in {name for *_, numbers in episodes for name in numbers}:
-            scalars[f"info/{name}"] = np.mean([numbers[name] for *_, numbers in episodes if name in numbers])
-        for step, episodic_return, episodic_length, _ in sorted(episodes, key=lambda episode: episode[0]):
-            self.episodes_file.write(f"{step},{episodic_return:.6g},{episodic_length},{now - self.start_time:.2f}\n")
-            self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-            self.writer.add_scalar("charts/episodic_length", episodic_length, step)
-            self.recent_returns.append(float(f"{episodic_return:.6g}"))  # the digits that --resume finds
+        """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
+        scalars: {name: number or tensor ()}"""
+        now, text = time.monotonic(), "no whole episode yet"
+        for x in episodes:
+            self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
+            self.recent_returns.append(float(x["return"]))
+        if episodes:
+            scalars["charts/episodic_return"] = np.mean([x["return"] for x in episodes])
+            scalars["charts/episodic_length"] = np.mean([x["length"] for x in episodes])
+        for name in {name for x in episodes for name in x["info"]}:
+            scalars[f"info/{name}"] = np.mean([x["info"][name] for x in episodes if name in x["info"]])
         if self.recent_returns:
             scalars["charts/last_100_return"] = np.mean(self.recent_returns)
             text = f"return {scalars['charts/last_100_return']:.1f}"
-        if self.first_log:  # counted from the end of the first iteration, in which functions are compiled
-            scalars["charts/SPS"] = (global_step - self.first_log[1]) / (now - self.first_log[0])
-            text += f"   {scalars['charts/SPS']:,.0f} steps/s"
-        self.first_log = self.first_log or (now, global_step)
+        scalars["charts/SPS"] = (global_step - self.global_step) / (now - self.last_log)
+        scalars = {name: float(value) for name, value in scalars.items()}
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, global_step)
+        if self.args.track:
+            self.wandb.log(scalars | {"global_step": global_step}, step=global_step)
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            self.say(f"step {global_step:>10,}   {text}")  # without a terminal: 20 lines, no bar
-        self.global_step = global_step
+            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
+        self.last_log, self.global_step = now, global_step
 
-    def say(self, text):
-        with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
-            print(text, flush=True)
-
-    def save(self, agent, optimizer):
-        """Replace checkpoint.pt in one move: a kill leaves the new one or the one before, whole."""
+    def save(self, agent, optimizer, now):
+        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Not now: only if it is due."""
+        if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
+            return
         self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
         self.writer.flush()
-        checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "args": vars(self.args)}
-        checkpoint |= {"global_step": self.global_step, "seconds": time.time() - self.start_time}
+        self.last_save = time.monotonic()
+        checkpoint = {
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "args": vars(self.args),
+            "global_step": self.global_step,
+            "seconds": self.last_save - self.start_time,
+            "episodes_size": self.episodes_file.tell(),
+            "recent_returns": list(self.recent_returns),
+            "wandb_id": self.wandb.id if self.args.track else None,
+        }
         torch.save(checkpoint, self.dir / "checkpoint.tmp")
         os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
 
@@ -1021,127 +786,121 @@ class Run:
         self.lock.release()
         if self.args.track:
             self.wandb.finish()
-        if count := len(self.recent_returns):
-            self.say(f"mean return of the last {count} episodes: {np.mean(self.recent_returns):.1f}   {self.dir}")
+        if self.recent_returns:
+            say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
+        env_id = f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        if self.global_step < self.total_steps:
+            say(f"stopped; to continue: python {Path(__file__).name} --resume {self.dir}{env_id}")
+
+
+def say(text):
+    with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
+        print(text, flush=True)
+
+
+def find_run(name, runs_dir="runs"):
+    """The path of a run folder. latest: the one with the newest checkpoint among the runs of this script."""
+    if name != "latest":
+        return Path(name).expanduser()
+    folders = [path.parent for path in Path(runs_dir).expanduser().glob(f"*/{Path(__file__).name}")]
+    folders = [folder for folder in folders if (folder / "checkpoint.pt").exists()]
+    if not folders:
+        raise UsageError(f"no run of {Path(__file__).name} in {runs_dir}: name a run folder, or add --runs-dir")
+    return max(folders, key=lambda folder: (folder / "checkpoint.pt").stat().st_mtime)
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint of a run folder, on the CPU, with "args" as Args and "agent" as the trained Agent."""
-    path = Path(run_dir, "checkpoint.pt")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
-        args, state = Args(**checkpoint["args"]), checkpoint["agent"]
-        action = {name.removeprefix("action_"): x for name, x in state.items() if name.startswith("action_")}
-        agent = Agent(state["obs_rms.mean"].shape, action, args)
-        agent.load_state_dict(state)
-        rest = {key: checkpoint[key] for key in ("optimizer", "global_step", "seconds")}
-    except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is missing, damaged, or from another script or version: {type(error).__name__}")
-    return {"args": args, "agent": agent, **rest}
+    """What Run.save saved, on the CPU. No code in the file can run."""
+    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
+
+
+def load_args(run_dir):
+    """The settings of a run."""
+    return Args(**load_checkpoint(run_dir)["args"])
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder, with its statistics: action, state = load_agent("runs/NAME").predict(obs)."""
-    return load_checkpoint(run_dir)["agent"]
+    """The trained agent of a run folder: action, state = load_agent("runs/NAME").predict(obs, state)."""
+    state = load_checkpoint(run_dir)["agent"]
+    actions = {name: array for name, array in state.items() if name.startswith("action_")}
+    agent = Agent(state["obs_rms.mean"].shape, actions, load_args(run_dir))
+    agent.load_state_dict(state)
+    return agent
 
 
-def restore(run_dir, agent, optimizer):
-    """--resume: give agent and optimizer the state of the checkpoint. -> its global_step and seconds"""
-    checkpoint = load_checkpoint(run_dir)
-    agent.load_state_dict(checkpoint["agent"].state_dict())
-    # Load Adam's moments. Keep its options, which depend on this device.
-    group, saved = optimizer.param_groups[0], checkpoint["optimizer"]["param_groups"][0]
-    optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.param_groups[0]["lr"] = group["lr"]  # the tensor that apply_gradient changes, not a copy
-    if agent.args.learning_rate == checkpoint["args"].learning_rate:  # for --desired-kl; a new rate begins anew
-        group["lr"].copy_(saved["lr"])
-    return checkpoint["global_step"], checkpoint["seconds"]
-
-
-def make_evaluation_env(env_id, env_kwargs, draw):
-    """One environment, which sees an ALE game as ale-py's vector of games does, by gymnasium's wrappers."""
-    options = json.loads(env_kwargs) | ({"render_mode": "rgb_array"} if draw else {})
-    if is_atari(env_id):
-        import ale_py
-
-        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-        options = {"frameskip": 1, "repeat_action_probability": 0.0} | options
-        env = gym.wrappers.AtariPreprocessing(gym.make("ale_py:" + env_id.removeprefix("ale_py:"), **options))
-        return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
-    env = VectorMember(gym.make(env_id, **options))
-    return env if is_image(env.observation_space) else gym.wrappers.FlattenObservation(env)
-
-
-def evaluate(agent, env_id, episodes, seed, deterministic=True, video_of=None, name="evaluation"):
-    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change.
-    video_of: a run folder, for videos of the episodes in its folder videos"""
-    env = make_evaluation_env(env_id, agent.args.env_kwargs, video_of is not None)
-    if video_of:
-        env = gym.wrappers.RecordVideo(env, f"{video_of}/videos", lambda _: True, name_prefix=name, disable_logger=True)
+def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    device = agent.obs_rms.mean.device
-    # Evaluation has noise of its own: that of training stays as it is.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # training must not notice it
+        cleanup.callback(random.setstate, random.getstate())
+        cleanup.callback(np.random.set_state, np.random.get_state())
+        env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
+        env = cleanup.enter_context(gym.wrappers.TimeLimit(env, 30_000))  # a good policy may never end an episode
+        if video_dir:
+            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         for episode in range(episodes):
-            obs, infos = env.reset(seed=seed + episode)
-            if is_atari(env_id) and env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]:
-                obs, *_ = env.step(1)  # ale-py's vector of games does this too, but for 1 frame; here it is a step of 4
-            state = None
-            terminated = truncated = False
-            while not (terminated or truncated):
-                mask = infos.get("action_mask") if agent.args.mask_actions else None
-                action, state = agent.predict(obs, state, deterministic, mask)
-                obs, reward, terminated, truncated, infos = env.step(action)
+            obs, info = env.reset(seed=args.seed + episode)
+            state, ended = None, False
+            while not ended:
+                action, state = agent.predict(obs, state, args.eval_deterministic, info.get("action_mask"))
+                obs, reward, terminated, truncated, info = env.step(action)
                 episodic_returns[episode] += reward
-    env.close()
+                ended = terminated or truncated
     return episodic_returns
 
 
+def parse_args(words, default):
+    """Command line -> Args. Besides tyro's syntax, what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    and 1e6 for an integer. Text stays as it was given."""
+    argv, flag = [], ""
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        current = getattr(default, flag[2:].replace("-", "_"), None)
+        if isinstance(current, bool) and value in ("True", "False"):
+            word = flag if value == "True" else f"--no-{flag[2:]}"
+        elif isinstance(current, int) and not value.isdecimal():
+            with contextlib.suppress(ValueError):  # not a number: tyro says so
+                word = f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+        elif isinstance(current, tuple) and value.startswith("["):
+            argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
+            continue
+        argv.append(word)
+    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nChoices")[0])
+
+
 def main():
-    with contextlib.suppress(ImportError):  # else mujoco warns, and writes MUJOCO_LOG.TXT, for every HalfCheetah
+    warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
+    with contextlib.suppress(ImportError):  # else mujoco 4 prints a warning for each of the 100 HalfCheetahs
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
-    warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
-    args = parse_args()
-    args.resume, args.evaluate = (name and find_run(name, args.runs_dir) for name in (args.resume, args.evaluate))
-    if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
-        given, checkpoint = args, load_checkpoint(args.evaluate or args.resume)
-        args = dataclasses.replace(parse_args(default=checkpoint["args"]), resume=given.resume, evaluate=given.evaluate)
-        if ":" in args.env_id and args.env_id != given.env_id:  # importing a module runs its code
-            fail(f"the checkpoint names the environment of a module: if you trust it, add --env-id {args.env_id}")
-    if args.evaluate:
-        checkpoint["agent"].args = args  # for --env-kwargs
-        options = args.eval_episodes, args.seed, args.eval_deterministic, args.evaluate if args.capture_video else None
-        returns = evaluate(checkpoint["agent"], args.env_id, *options)
-        print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
-        print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument("--preset", choices=PRESETS)
+    one_of.add_argument("--resume")
+    one_of.add_argument("--evaluate")
+    command, words = parser.parse_known_args()
+    run_dir = command.resume or command.evaluate
+    if run_dir:  # the settings of that run apply, except those given again
+        run_dir = find_run(run_dir, parse_args(words, Args()).runs_dir)
+    args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs its code
+        raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
+    if not command.evaluate:
+        train(args, run_dir)
         return
-    stop_signals = []
-
-    def request_stop(number, frame):
-        """Ctrl-C, and SIGTERM of a preempted job: the iteration under way is finished and saved. A second one ends the
-        run at once, unless it comes within a second: a terminal and torchrun send the same one twice."""
-        if stop_signals and time.monotonic() > stop_signals[0][1] + 1:
-            raise SystemExit(128 + number)
-        stop_signals.append((number, time.monotonic()))
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request_stop)
-    try:
-        _, run_dir = train(args, stop_signals)
-    finally:  # workers of --async-envs have inherited request_stop and would not end by SIGTERM
-        for worker in multiprocessing.active_children():
-            worker.kill()
-    exit_code = 128 + stop_signals[0][0] if stop_signals and run_dir else 0
-    if exit_code:
-        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-    if dist.is_torchelastic_launched():  # not by Python's own end, in which a thread of torch.distributed may abort
-        os._exit(exit_code)
-    return exit_code
+    video_dir = run_dir / "videos" if args.capture_video else None
+    returns = evaluate(load_agent(run_dir), args, args.eval_episodes, video_dir)
+    print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
+    print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except (UsageError, gym.error.UnregisteredEnv, gym.error.DependencyNotInstalled) as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
