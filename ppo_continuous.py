@@ -344,7 +344,7 @@ def train(args=None, resume=None):
         # One vector holds all parameters, and each of them is a view of it: one Adam step serves all layers.
         flat_parameters = parameters_to_vector(agent.parameters()).detach()
         vector_to_parameters(flat_parameters, agent.parameters())
-        optimizer = torch.optim.Adam([flat_parameters], torch.tensor(args.learning_rate), eps=1e-5, foreach=False)
+        optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         if resume:
             run.restore(agent, optimizer)
         torch.manual_seed(noise_seed)
@@ -382,7 +382,7 @@ def train(args=None, resume=None):
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
             agent.anneal_std(remaining)
 
             # ------------------------------------------------------------------------------------------------ rollout
