@@ -184,19 +184,15 @@ class Agent(nn.Module):
     def get_mean_and_log_std(self, obs):
         """(..., D) -> mean (..., A), log_std (..., A)"""
         mean = self.actor(obs)
-        return mean, (self.clamp_log_std(self.log_std) + self.log_std_shift).expand_as(mean)
+        log_std = self.log_std.clamp(self.args.log_std_min, self.args.log_std_max)
+        return mean, (log_std + self.log_std_shift).expand_as(mean)
 
     @torch.no_grad()
     def anneal_std(self, remaining):
         """Scale the standard deviation by sin(pi/2 * remaining): 1 at the start of a run, near 0 at its end."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
         # Back inside the bounds: outside, its gradient is 0.
-        self.log_std.copy_(self.clamp_log_std(self.log_std))
-
-    def clamp_log_std(self, log_std):
-        reach = torch.max(self.action_high, -self.action_low).clamp(min=1.0).flatten()
-        reach = reach.where(reach < 1e30, 1.0)  # unbounded: infinity, or the largest float
-        return log_std.clamp(min=self.args.log_std_min).clamp(max=self.args.log_std_max + reach.log().to(log_std.dtype))
+        self.log_std.clamp_(self.args.log_std_min, self.args.log_std_max)
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...)
@@ -214,7 +210,10 @@ class Agent(nn.Module):
     def to_env_action(self, action):
         """(..., A) in units of the bounds -> (..., *shape of the action space), between the bounds"""
         action = action.reshape(action.shape[:-1] + self.action_low.shape)
-        return action.clamp(self.action_low, self.action_high).to(self.action_low.dtype)
+        bounded = (self.action_low > -1e30) & (self.action_high < 1e30)
+        center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
+        half_range = torch.where(bounded, self.action_high / 2 - self.action_low / 2, 1.0)
+        return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
 
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):

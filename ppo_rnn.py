@@ -277,7 +277,10 @@ class Agent(nn.Module):
             action = action.reshape(action.shape[:-1] + self.action_start.shape)
             return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
         action = action.reshape(action.shape[:-1] + self.action_low.shape)
-        return action.clamp(self.action_low, self.action_high).to(self.action_low.dtype)
+        bounded = (self.action_low > -1e30) & (self.action_high < 1e30)
+        center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
+        half_range = torch.where(bounded, self.action_high / 2 - self.action_low / 2, 1.0)
+        return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
