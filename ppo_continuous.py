@@ -121,7 +121,7 @@ class RunningMeanStd(nn.Module):
         # float64: in float32, after millions of rows, the next ones would be rounded away.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, x):
         """Add the rows of x (..., *shape)."""
