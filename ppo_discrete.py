@@ -322,10 +322,9 @@ def train(args=None, resume=None):
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
         # Every resumption has its own seeds: one for networks, noise and permutations, one for the environments.
-        seeds = np.random.SeedSequence([args.seed, 0, global_step]).generate_state(1 + N) >> 1  # 31 bits, for ale-py
-        noise_seed, *env_seeds = seeds.tolist()
-        next_obs, infos = envs.reset(seed=env_seeds)  # raw
-        torch.manual_seed(args.seed)
+        noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
+        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
+        torch.manual_seed(noise_seed)
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
@@ -335,7 +334,6 @@ def train(args=None, resume=None):
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         if resume:
             run.restore(agent, optimizer)
-        torch.manual_seed(noise_seed)
 
         @torch.no_grad()
         def act(raw_obs, action_mask):
