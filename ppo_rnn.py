@@ -625,8 +625,11 @@ def make_env(args, **kwargs):
     space = env.observation_space
     if space.dtype == np.uint8 and math.prod(space.shape) > 1000:
         raise UsageError(f"{args.env_id} has images: use variants/ppo_atari.py or recipes/image_box.diff")
-    if not space.is_np_flattenable or gym.spaces.flatdim(space) == 0:
-        raise UsageError(f"{args.env_id} has observations that are no vector, {space}: see docs/your-environment.md")
+    size = 0
+    with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
+        size = gym.spaces.flatdim(space)
+    if size == 0:
+        raise UsageError(f"{args.env_id}: no vector can be made of {space}; wrap it (MiniGrid: ImgObsWrapper)")
     return gym.wrappers.FlattenObservation(VectorMember(env))
 
 
