@@ -715,10 +715,10 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     return episodic_returns
 
 
-def parse_args(words, default):
+def parse_args(words, default=None):
     """Command line -> Args. Besides tyro's syntax, what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
     and 1e6 for an integer. Text stays as it was given."""
-    argv, flag = [], ""
+    default, argv, flag = default or Args(), [], ""
     for word in words:
         flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
         current = getattr(default, flag[2:].replace("-", "_"), None)
@@ -749,7 +749,7 @@ def main():
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
     if run_dir:  # the settings of that run apply, except those given again
-        run_dir = find_run(run_dir, parse_args(words, Args()).runs_dir)
+        run_dir = find_run(run_dir, parse_args(words).runs_dir)
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
     if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs its code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
