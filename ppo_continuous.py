@@ -218,7 +218,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, deterministic=True):
         """Raw observation(s), flat, (D,) or (N, D) -> action(s) for the environment, numpy"""
-        raw_obs = torch.as_tensor(np.asarray(raw_obs), device=self.obs_rms.mean.device)
+        raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
         obs = self.normalize_obs(raw_obs)
@@ -520,19 +520,19 @@ def make_env(args, **kwargs):
 def make_envs(args):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    env = make_env(args)  # fails in one line where it cannot work
-    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
-        raise UsageError(f"{args.env_id} has actions {env.action_space}: use ppo_discrete.py")
-    if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
+    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
-    env.close()
     make = partial(gym.make_vec, args.env_id, args.num_envs, **json.loads(args.env_kwargs))
     same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
-        return make("vector_entry_point", **same_step)
+        envs = make("vector_entry_point", **same_step)
     except (gym.error.Error, TypeError):
+        make_env(args).close()  # refuses what cannot be a vector
         wrappers = [VectorMember, gym.wrappers.FlattenObservation]
-        return make("async" if args.async_envs else "sync", wrappers=wrappers, vector_kwargs=same_step)
+        envs = make("async" if args.async_envs else "sync", wrappers=wrappers, vector_kwargs=same_step)
+    if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
+        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py")
+    return envs
 
 
 def stagger(envs, args):

@@ -286,7 +286,7 @@ class Agent(nn.Module):
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """Raw observation(s), flat, (D,) or (N, D), the state from the last call, None at the start of an episode,
         mask(s) (A,) or (N, A) -> action(s) for the environment, numpy, and the next state"""
-        raw_obs = torch.as_tensor(np.asarray(raw_obs), device=self.obs_rms.mean.device)
+        raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
         obs = self.normalize_obs(raw_obs)
@@ -636,18 +636,17 @@ def make_env(args, **kwargs):
 def make_envs(args):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    env = make_env(args)  # fails in one line where it cannot work
-    describe_actions(env.action_space)
-    if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
+    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
-    env.close()
     make = partial(gym.make_vec, args.env_id, args.num_envs, **json.loads(args.env_kwargs))
     same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
-        return make("vector_entry_point", **same_step)
+        envs = make("vector_entry_point", **same_step)
     except (gym.error.Error, TypeError):
+        make_env(args).close()  # refuses what cannot be a vector
         wrappers = [VectorMember, gym.wrappers.FlattenObservation]
-        return make("async" if args.async_envs else "sync", wrappers=wrappers, vector_kwargs=same_step)
+        envs = make("async" if args.async_envs else "sync", wrappers=wrappers, vector_kwargs=same_step)
+    return envs
 
 
 def describe_actions(space):
