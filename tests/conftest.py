@@ -168,7 +168,11 @@ def make_agent(script, obs_size=3, action_size=3, **args):
 def policy(script, sizes):
     """An agent whose observations are the logits of its actions, which have these numbers of choices."""
     size, sizes = int(sum(sizes)), np.array(sizes)
-    agent = script.Agent((size,), sizes, np.zeros_like(sizes), script.Args())
+    if script.__name__ == "ppo_rnn":
+        actions = {"action_sizes": sizes, "action_start": np.zeros_like(sizes)}
+        agent = script.Agent((size,), actions, script.Args(hidden_size=size))
+    else:
+        agent = script.Agent((size,), sizes, np.zeros_like(sizes), script.Args())
     agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(size, 1)
     return agent
 

@@ -21,7 +21,7 @@ def test_samples_follow_the_stated_distribution(script, args):
     obs = torch.randn(1, 3).expand(200_000, 3)
     with torch.no_grad():
         if script.__name__ == "ppo_rnn":
-            mean, log_std = agent.get_logits_or_mean(obs), agent.log_std.expand_as(obs)
+            mean, log_std = agent.actor(obs), agent.log_std.expand_as(obs)
         else:
             mean, log_std = agent.get_mean_and_log_std(obs)
         action, log_prob, entropy, _ = agent.get_action_and_value(obs)
@@ -76,7 +76,7 @@ def test_loaded_agent_acts_as_the_trained_one(script, small_args):
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 def test_actions_of_double_precision(script):
-    """float64 bounds leave the policy in float32: under torchrun its KL is averaged together with the gradient."""
+    """float64 bounds leave the policy in float32."""
     agent = make_agent(script)
     agent.action_low, agent.action_high = agent.action_low.double(), 2 * agent.action_high.double()
     assert {x.dtype for x in agent.get_action_and_value(torch.randn(8, 3))} == {torch.float32}

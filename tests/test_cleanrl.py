@@ -1,13 +1,12 @@
-"""CleanRL: the same first iteration from the same weights, and the flags that give its settings."""
+"""CleanRL: the same first iteration from the same weights, and --preset cleanrl."""
 
 import json
-import re
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import DISCRETE, ROOT, TESTS
+from conftest import DISCRETE, TESTS
 
 
 @DISCRETE
@@ -68,43 +67,25 @@ def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
     agent, _ = script.train(script.parse_args(flags.split()))
     assert len(minibatches) == len(expected["minibatches"]) == 16
     for (_, (_, ours)), theirs in zip(minibatches, expected["minibatches"]):
-        assert {name: value.item() for name, value in ours.items()} == pytest.approx(theirs, abs=1e-6)
+        assert {name: ours[name].item() for name in theirs} == pytest.approx(theirs, abs=1e-6)
     for name in ("actor.4.weight", "critic.4.weight"):
         torch.testing.assert_close(agent.state_dict()[name], torch.tensor(expected[name]), atol=1e-6, rtol=0)
 
 
 # CleanRL's defaults (commit fe8d8a0) in the names of Args: what its three scripts have in common, and what not.
 CLEANRL = {"seed": 1, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True, "clip_vloss": True}
-CLEANRL |= {"vf_clip_coef": None, "vf_coef": 0.5, "kl_coef": 0.0, "max_grad_norm": 0.5, "target_kl": None}
-CLEANRL |= {"recompute_advantages": False}
-
-
+CLEANRL |= {"vf_coef": 0.5, "kl_coef": 0.0, "max_grad_norm": 0.5, "target_kl": None, "recompute_advantages": False}
 CLASSIC = {"env_id": "CartPole-v1", "total_timesteps": 500_000, "num_envs": 4, "num_steps": 128}
 CLASSIC |= {"learning_rate": 2.5e-4, "num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
-CLASSIC |= {"norm_obs": False, "norm_reward": False, "clip_reward": False}
-
-
-ATARI = CLASSIC | {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1}
-ATARI |= {"norm_obs": True, "clip_reward": True}  # norm_obs leaves images alone
-
-
+CLASSIC |= {"norm_obs": False, "norm_reward": False}
 MUJOCO = {"env_id": "HalfCheetah-v4", "total_timesteps": 1_000_000, "num_envs": 1, "num_steps": 2048}
 MUJOCO |= {"learning_rate": 3e-4, "num_minibatches": 32, "update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0}
-MUJOCO |= {"norm_obs": True, "norm_reward": True, "log_std_init": 0.0, "log_std_min": None, "log_std_max": None}
-MUJOCO |= {"anneal_std": False}
+MUJOCO |= {"norm_obs": True, "norm_reward": True, "log_std_init": 0.0, "anneal_std": False, "stagger_envs": False}
+LSTM = CLASSIC | {"num_envs": 8, "clip_coef": 0.1, "hidden_size": 128, "hidden_sizes": ()}
+SETTINGS = {"ppo_continuous": MUJOCO, "ppo_discrete": CLASSIC, "ppo_rnn": LSTM}
 
 
-@pytest.mark.parametrize(
-    "script, original, settings",
-    [
-        ("ppo_continuous", "ppo_continuous_action.py", MUJOCO),
-        ("ppo_discrete", "ppo.py", CLASSIC),
-        ("ppo_discrete", "ppo_atari.py", ATARI),
-    ],
-    indirect=["script"],
-)
-def test_flags_that_give_cleanrl_settings(script, original, settings):
-    """The flags in docs/choices.md leave the defaults of CleanRL's script."""
-    (command,) = re.findall(rf"{script.__name__}\.py(.*)  # {original}", (ROOT / "docs" / "choices.md").read_text())
-    args = vars(script.parse_args(command.split()))
-    assert {name: args[name] for name in CLEANRL | settings} == CLEANRL | settings
+def test_preset_gives_cleanrls_settings(script):
+    args = vars(script.Args(**script.PRESETS["cleanrl"]))
+    wanted = CLEANRL | SETTINGS[script.__name__]
+    assert {name: args[name] for name in wanted} == wanted

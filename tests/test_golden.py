@@ -41,6 +41,15 @@ def test_advantages_with_other_lambdas(script):
     torch.testing.assert_close(advantages, expected["advantages"], atol=1e-9, rtol=0)
 
 
+def test_advantages_of_labml(script):
+    """labml's arrays are [workers, T], ours (T, N)."""
+    inputs, expected = golden("gae_labml")
+    values = inputs["values_T_plus_1"].T
+    case = {"rewards": inputs["rewards"].T, "dones": inputs["done"].T, "values": values[:-1], "last_values": values[-1]}
+    advantages, _ = gae(script, case | {"gamma": inputs["gamma"], "gae_lambda": inputs["gae_lambda"]})
+    torch.testing.assert_close(advantages, expected["advantages"].T, atol=1e-9, rtol=0)
+
+
 def gradient(function, x):
     x = x.clone().requires_grad_()
     loss = function(x)
@@ -49,8 +58,10 @@ def gradient(function, x):
 
 def test_policy_loss(script):
     inputs, expected = golden("policy_loss")
-    log_ratio = inputs["new_logprob"] - inputs["old_logprob"]
-    loss, grad = gradient(lambda x: script.clipped_policy_loss(x, inputs["advantages"], inputs["clip_coef"]), log_ratio)
+    args = {"clip_coef": inputs["clip_coef"], "ent_coef": 0.0, "kl_coef": 0.0, "norm_adv": False}
+    loss, grad = gradient(
+        lambda x: loss_and_metrics(script, inputs | {"new_logprob": x}, **args)[0], inputs["new_logprob"]
+    )
     torch.testing.assert_close(loss.item(), expected["loss"], **EXACT)
     torch.testing.assert_close(grad, expected["grad_new_logprob"], **EXACT)
 
@@ -58,9 +69,10 @@ def test_policy_loss(script):
 @pytest.mark.parametrize("case, clipped", [("cleanrl_unclipped", False), ("cleanrl_clipped", True)])
 def test_value_loss(script, case, clipped):
     inputs, expected = golden("value_loss")
-    clip = inputs["clip"] if clipped else None
+    inputs["old_logprob"] = torch.zeros_like(inputs["returns"])
+    args = {"clip_coef": inputs["clip"], "clip_vloss": clipped, "vf_coef": 1.0, "norm_adv": False}
     loss, grad = gradient(
-        lambda x: script.clipped_value_loss(x, inputs["old_values"], inputs["returns"], clip), inputs["new_values"]
+        lambda x: loss_and_metrics(script, inputs | {"new_values": x}, **args)[0], inputs["new_values"]
     )
     torch.testing.assert_close(loss.item(), expected[case]["loss"], **EXACT)
     torch.testing.assert_close(grad, expected[case]["grad"], **EXACT)
@@ -70,6 +82,7 @@ def test_metrics(script):
     inputs, expected = golden("kl_estimators")
     metrics = loss_and_metrics(script, inputs)[1]
     torch.testing.assert_close(metrics["approx_kl"].item(), expected["k3"], **EXACT)
+    torch.testing.assert_close(metrics["old_approx_kl"].item(), expected["k1"], **EXACT)
     inputs, expected = golden("policy_loss")
     metrics = loss_and_metrics(script, inputs, clip_coef=inputs["clip_coef"])[1]
     assert metrics["clipfrac"].item() == pytest.approx(expected["clipfrac_ratio"])
@@ -158,7 +171,7 @@ def test_memory_that_is_reset(script):
     memory.cell.load_state_dict(weights | {"bias_hh": torch.zeros(8)})
     x, starts = inputs["x"], inputs["dones_before"].bool()
     state = torch.cat([inputs["h0"], inputs["c0"]], -1)
-    torch.testing.assert_close(memory.unroll(x, starts, state), expected["outputs"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(memory.replay(x, starts, state), expected["outputs"], atol=1e-9, rtol=0)
     for t in range(len(x)):
         output, state = memory.step(x[t], torch.where(starts[t].unsqueeze(1), 0.0, state))
         torch.testing.assert_close(output, expected["outputs"][t], atol=1e-9, rtol=0)
@@ -168,6 +181,12 @@ def test_memory_that_is_reset(script):
 def test_running_statistics(script):
     inputs, expected = golden("rms_gym_sb3")
     agent = make_agent(script, obs_size=2)
+    first = inputs["batches"][0]
+    agent.obs_rms.update(first.unsqueeze(0))  # the first batch is taken exactly
+    torch.testing.assert_close(agent.obs_rms.mean, first.mean(0), **EXACT)
+    torch.testing.assert_close(agent.obs_rms.var, first.var(0, correction=0), **EXACT)
+    agent = make_agent(script, obs_size=2)
+    agent.obs_rms.count.fill_(1e-4)  # with which gymnasium and SB3 begin
     for batch, after in zip(inputs["batches"], expected["after_each"]):
         agent.obs_rms.update(batch.unsqueeze(0))
         torch.testing.assert_close(agent.obs_rms.mean, after["mean"], atol=1e-7, rtol=0)

@@ -1,5 +1,6 @@
 """ppo_rnn.py: the state of its memory between steps, rollouts and episodes, and the replay in the update."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,8 +8,6 @@ import pytest
 import torch
 from conftest import SMALL
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 import ppo_rnn as script
 
@@ -24,9 +23,9 @@ def make_agent(kind="discrete", obs_size=3, **changes):
     """An agent with actions of two dimensions, whose memory and policy are not small."""
     torch.manual_seed(0)
     high = np.ones(2, np.float32)
-    action = (
-        {"sizes": np.array([3, 2]), "start": np.array([0, 1])} if kind == "discrete" else {"low": -high, "high": high}
-    )
+    action = {"action_low": -high, "action_high": high}
+    if kind == "discrete":
+        action = {"action_sizes": np.array([3, 2]), "action_start": np.array([0, 1])}
     agent = script.Agent((obs_size,), action, script.Args(**{"hidden_size": 8} | changes))
     for parameter in agent.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -66,22 +65,22 @@ def step_by_step(agent, obs, starts, state):
     features = []
     for t in range(len(obs)):
         state = torch.where(starts[t].unsqueeze(1), 0.0, state)
-        output, state = agent.remember(obs[t], state)
+        output, state = agent.memory.step(obs[t], state)
         features.append(output)
     return torch.stack(features)
 
 
 @BOTH_CELLS
-@pytest.mark.parametrize("kind, separate", [("discrete", False), ("box", True)])
+@pytest.mark.parametrize("kind", ["discrete", "box"])
 @pytest.mark.parametrize("where", STARTS)
-def test_replay_is_step_by_step(where, kind, separate, cell):
+def test_replay_is_step_by_step(where, kind, cell):
     """Log-probabilities, values and the gradients of both, in all parameters and in the state before the rollout."""
-    agent, starts = make_agent(kind, cell=cell, separate_critic_rnn=separate), STARTS[where]
+    agent, starts = make_agent(kind, cell=cell), STARTS[where]
     obs, actions = torch.randn(T, n, 3), some_actions(kind, T, n)
-    state = torch.randn(n, agent.initial_state(n).shape[1], requires_grad=True)
+    state = torch.randn(n, agent.memory.state_size, requires_grad=True)
     weights = torch.randn(3, T, n)  # another weight for every number, so that none can stand in for another
     results = []
-    for features in (agent.replay(obs, starts, state), step_by_step(agent, obs, starts, state)):
+    for features in (agent.memory.replay(obs, starts, state), step_by_step(agent, obs, starts, state)):
         _, log_prob, entropy, value = agent.get_action_and_value(features, actions)
         assert log_prob.shape == value.shape == (T, n)
         loss = (weights * torch.stack([log_prob, entropy, value])).sum() / (T * n)
@@ -93,30 +92,14 @@ def test_replay_is_step_by_step(where, kind, separate, cell):
         torch.testing.assert_close(replayed, stepped, atol=1e-5, rtol=1e-5)
 
 
-class Kernel(TorchFunctionMode):
-    """Notes the inputs and the states that torch.lstm and torch.gru are given."""
-
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        if function in (torch.lstm, torch.gru):
-            self.given.append(arguments[:2])
-        return function(*arguments, **(options or {}))
-
-
 @BOTH_CELLS
-def test_long_rollouts_take_one_call(cell):
-    """200 steps of environments that start seldom or always: in one call of each memory's kernel, nearly in the time of
-    as many steps as there are. All that it gets is contiguous: cuDNN refuses what is not, the CPU takes it."""
-    agent, kernel = make_agent(cell=cell, separate_critic_rnn=True), Kernel()
-    kernel.given = []
-    obs, state = torch.randn(200, 6, 3), torch.randn(6, agent.initial_state(1).shape[1])
-    starts = torch.rand(200, 6) < torch.tensor([0.0, 0.005, 0.01, 0.02, 0.05, 0.1])
-    with kernel, torch.no_grad():
-        features = agent.replay(obs, starts, state)
-        agent.replay(obs, starts | True, state)
+def test_long_rollouts(cell):
+    """200 steps of environments that start seldom or always."""
+    agent = make_agent(cell=cell)
+    obs, state = torch.randn(200, 6, 3), torch.randn(6, agent.memory.state_size)
+    starts = torch.rand(200, 6) < torch.tensor([0.0, 0.005, 0.01, 0.02, 0.05, 1.0])
+    features = agent.memory.replay(obs, starts, state)
     torch.testing.assert_close(features, step_by_step(agent, obs, starts, state), atol=1e-5, rtol=1e-5)
-    rows = [200 + int(starts.sum(0).max()), 400]
-    assert [tuple(x.shape[:2]) for x, _ in kernel.given] == [(rows[0], 6)] * 2 + [(rows[1], 6)] * 2
-    assert all(tensor.is_contiguous() for tensor in tree_leaves(kernel.given))
 
 
 @BOTH_CELLS
@@ -124,62 +107,48 @@ def test_reset_is_exact(cell):
     """Nothing of the time before a start comes through it, however large states and weights are: neither values nor
     gradients."""
     agent = make_agent(cell=cell)
-    for parameter in agent.memories[0].parameters():
+    for parameter in agent.memory.parameters():
         parameter.data *= 30
     obs, starts, state = 10 * torch.randn(T, n, 3), STARTS["every environment at once"], torch.randn(n, 16)[:, :8]
-    states = [100 * state.repeat(1, agent.initial_state(1).shape[1] // 8), agent.initial_state(n)]
-    states = [x.requires_grad_() for x in states]
-    one, two = (agent.replay(obs, starts, x)[5:] for x in states)
+    state = 100 * state.repeat(1, agent.memory.state_size // 8)
+    states = [x.requires_grad_() for x in (state, torch.zeros_like(state))]
+    one, two = (agent.memory.replay(obs, starts, x)[5:] for x in states)
     assert torch.equal(one, two)
     assert not torch.autograd.grad(one.sum(), states[0])[0].any()
 
 
 def test_initialisation_of_the_memory():
-    """Orthogonal weights, zero biases, zero state."""
-    agent = script.Agent((3,), {"low": np.zeros(1), "high": np.ones(1)}, script.Args(separate_critic_rnn=True))
-    assert len(agent.memories) == 2 and not agent.initial_state(5).any() and agent.initial_state(5).shape == (5, 512)
-    for memory in agent.memories:
-        for weight in (memory.cell.weight_ih, memory.cell.weight_hh):
-            torch.testing.assert_close(weight.T @ weight, torch.eye(weight.shape[1]), atol=1e-5, rtol=0)
-        assert not memory.cell.bias_ih.any() and not memory.cell.bias_hh.any()
+    """Orthogonal weights, zero biases."""
+    cell = script.Agent((3,), {"action_low": np.zeros(1), "action_high": np.ones(1)}, script.Args()).memory.cell
+    for weight in (cell.weight_ih, cell.weight_hh):
+        torch.testing.assert_close(weight.T @ weight, torch.eye(weight.shape[1]), atol=1e-5, rtol=0)
+    assert not cell.bias_ih.any() and not cell.bias_hh.any()
 
 
-@BOTH_CELLS
-def test_critic_with_a_memory_of_its_own(cell):
-    """Actor and critic read their own memory, in acting and in the update; without the flag they share one."""
-    for separate in (True, False):
-        agent = make_agent(cell=cell, separate_critic_rnn=separate)
-        features = agent.replay(torch.randn(T, n, 3), STARTS["often"], agent.initial_state(n))
-        actions, memories = some_actions("discrete", T, n), list(agent.memories)
-        _, log_prob, entropy, value = agent.get_action_and_value(features, actions)
-        for output, own, other in ((log_prob + entropy, memories[0], memories[-1]), (value, memories[-1], memories[0])):
-            touched, untouched = (
-                torch.autograd.grad(
-                    output.sum(), list(m.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
-                )
-                for m in (own, other)
-            )
-            assert all(gradient.any() for gradient in touched)
-            assert separate != any(gradient.any() for gradient in untouched)
+def test_weights_of_the_kernel_are_those_of_the_cell():
+    """The checkpoint has every weight once."""
+    names = [name for name in make_agent().state_dict() if name.startswith("memory.")]
+    assert names == [f"memory.cell.{name}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
 
 @BOTH_CELLS
 def test_replay_of_a_rollout_with_its_ends(cell):
     """Features of observations, last and final observations, against a loop that steps aside for every final one."""
-    agent = make_agent(cell=cell, separate_critic_rnn=True)
+    agent = make_agent(cell=cell)
     truncations = STARTS["often"]
-    terminations = STARTS["seldom"]
-    starts = torch.cat([STARTS["first step"][:1], truncations | terminations])
-    obs, last_obs, final_obs = torch.randn(T, n, 3), torch.randn(n, 3), torch.randn(int(truncations.sum()), 3)
-    first = state = torch.randn(n, agent.initial_state(n).shape[1])
-    features, finals, columns = [], [], truncations.nonzero()[:, 1]
+    ended = truncations | STARTS["seldom"]
+    starts = torch.cat([torch.zeros_like(ended[:1]), ended])
+    obs, final_obs = torch.randn(T + 1, n, 3), torch.randn(int(truncations.sum()), 3)
+    first = state = torch.randn(n, agent.memory.state_size)
+    features, finals, final_states = [], [], []
     for t in range(T + 1):
         state = torch.where(starts[t].unsqueeze(1), 0.0, state)
-        output, state = agent.remember(obs[t] if t < T else last_obs, state)
+        output, state = agent.memory.step(obs[t], state)
         features.append(output)
-        for i in (truncations.nonzero()[:, 0] == t).nonzero().flatten():
-            finals.append(agent.remember(final_obs[i : i + 1], state[columns[i] : columns[i] + 1])[0][0])
-    found = script.replay_rollout(agent, obs, last_obs, final_obs, starts, truncations, first)
+        for column in truncations[t].nonzero().flatten() if t < T else ():
+            final_states.append(state[column])
+            finals.append(agent.memory.step(final_obs[len(finals)][None], state[column][None])[0][0])
+    found = script.replay_rollout(agent.memory, obs, starts, first, final_obs, torch.stack(final_states))
     for one, two in zip(found, (torch.stack(features[:-1]), features[-1], torch.stack(finals))):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
@@ -188,27 +157,19 @@ def test_replay_of_a_rollout_with_its_ends(cell):
 def seen(watch):
     """What train() passes to, and gets from, the functions that matter: {name: [(arguments, result), ...]}"""
     owners = dict.fromkeys(["ppo_loss", "replay_rollout", "estimate_advantages"], script)
-    owners |= {"remember": script.Agent, "randperm": torch}
+    owners |= {"step": script.Memory, "randperm": torch}
     return {name: watch(owner, name) for name, owner in owners.items()}
 
 
 CHAIN = {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 24 * 5}
 
 
-@pytest.mark.parametrize(
-    "env_id, cell, separate",
-    [
-        ("box/Chain-v0", "lstm", False),
-        ("discrete/Chain-v0", "gru", True),
-        ("masks/Masked-v0", "lstm", True),
-        ("images/First-v0", "gru", False),
-    ],
-)
-def test_ratio_is_one_in_the_first_minibatch(args, seen, env_id, cell, separate):
+@pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("masks/Masked-v0", "gru")])
+def test_ratio_is_one_in_the_first_minibatch(args, seen, env_id, cell):
     """In every iteration, with episodes that span rollouts and end anywhere in them, moving observation statistics,
-    masks, images, and columns in a new order. Clipped is every ratio that is further from 1 than 1e-5: none in the
+    masks, and columns in a new order. Clipped is every ratio that is further from 1 than 1e-5: none in the
     first minibatch, some in the fourth."""
-    flags = {"env_id": env_id, "cell": cell, "separate_critic_rnn": separate}
+    flags = {"env_id": env_id, "cell": cell}
     script.train(args(**flags, learning_rate=0.01, clip_coef=1e-5, **CHAIN))
     clipped = [metrics["clipfrac"].item() for _, (_, metrics) in seen["ppo_loss"]]
     assert len(clipped) == 5 * 2 * 2  # iterations, epochs, minibatches
@@ -224,28 +185,29 @@ def test_state_is_carried_and_reset(args, seen, cell, end):
     settings["env_kwargs"] = json.dumps({"end": end, "lengths": [3, 5, 2, 7, 1, 6]})
 
     def states(num_steps):
-        """The state after every step, if those before it are as they should be"""
-        obs, before = (torch.stack([arguments[i] for arguments, _ in seen["remember"]]) for i in (1, 2))
-        after = torch.stack([state for _, (_, state) in seen["remember"]])
+        """The state before every step, if it is as it should be"""
+        calls = [call for call in seen["step"] if len(call[0][1]) == SMALL["num_envs"] and call[0][1].any()]
+        obs, before = (torch.stack([arguments[i] for arguments, _ in calls]) for i in (1, 2))
+        after = torch.stack([state for _, (_, state) in calls])
         starts = obs[:, :, :1] == 1  # the chain shows its state one-hot
         assert len(before) == num_steps and starts[0].all() and starts.any(0).all() and not starts.all(0).any()
         expected = after.roll(1, 0).masked_fill(starts, 0.0)
         assert torch.equal(before, expected)
-        return after
+        return before
 
     _, run_dir = script.train(args(**settings | CHAIN))
-    after = states(30)
-    first_states = [arguments[-1] for arguments, _ in seen["replay_rollout"][:: SMALL["update_epochs"]]]
-    assert torch.equal(torch.stack(first_states[1:]), after[5:-1:6]) and after[-1].any(1).all()
-    seen["remember"].clear()
-    script.train(args(**settings | CHAIN | {"total_timesteps": 24 * 10}, resume=str(run_dir)))
+    before = states(30)
+    first_states = [arguments[3] for arguments, _ in seen["replay_rollout"][:: SMALL["update_epochs"]]]
+    assert torch.equal(torch.stack(first_states), before[::6]) and before[6:].any()
+    seen["step"].clear()
+    script.train(args(**settings | CHAIN | {"total_timesteps": 24 * 10}), run_dir)
     states(30)
 
 
 @pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("discrete/Chain-v0", "gru")])
 def test_update_by_columns(args, seen, env_id, cell):
-    """An epoch has every environment once, in a new order. A minibatch has all steps of its environments, flattened in
-    the order of time. The gradient of all parameters is that of the same loss behind a loop over single steps, from the
+    """An epoch has every environment once, in a new order. A minibatch has all steps of its environments, in the
+    order of time. The gradient of all parameters is that of the same loss behind a loop over single steps, from the
     state before the rollout to the last step, without any cut but at episode starts: Adam's running mean has it."""
     settings = {"env_id": env_id, "cell": cell, "max_grad_norm": 0.0} | CHAIN
     agent, run_dir = script.train(args(**settings | {"learning_rate": 0.01}))
@@ -253,19 +215,19 @@ def test_update_by_columns(args, seen, env_id, cell):
     for calls in seen.values():
         calls.clear()
     # The agent stays as it is now: everything can be computed again behind the run.
-    settings |= {"learning_rate": 0.0, "total_timesteps": 24 * 9, "resume": str(run_dir)}
-    agent, _ = script.train(args(**settings))
+    settings |= {"learning_rate": 0.0, "total_timesteps": 24 * 9}
+    agent, _ = script.train(args(**settings), run_dir)
     orders = [order for _, order in seen["randperm"]]
     assert len(orders) == 4 * 2 and len({tuple(order.tolist()) for order in orders}) > 4
     for number, (arguments, _) in enumerate(list(seen["ppo_loss"])):
         epoch, half = divmod(number, 2)
         columns = orders[epoch].split(2)[half]
-        (_, obs, _, _, starts, _, first_state), (features, _, _) = seen["replay_rollout"][epoch]
+        (_, obs, starts, first_state, *_), (features, _, _) = seen["replay_rollout"][epoch]
         for rows, whole in zip(arguments[6:9], seen["estimate_advantages"][epoch][1]):
-            assert torch.equal(rows, whole[:, columns].flatten())
-        torch.testing.assert_close(arguments[3], features[:, columns].flatten(0, 1), atol=1e-6, rtol=0)
-        stepped = step_by_step(agent, obs[:, columns], starts[:-1, columns], first_state[columns]).flatten(0, 1)
-        loss, _ = script.ppo_loss(*arguments[:3], stepped, *arguments[4:])
+            assert torch.equal(rows, whole[:, columns])
+        torch.testing.assert_close(arguments[2], features[:, columns], atol=1e-6, rtol=0)
+        stepped = step_by_step(agent, obs[:-1, columns], starts[:-1, columns], first_state[columns])
+        loss, _ = script.ppo_loss(*arguments[:2], stepped, *arguments[3:])
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
         mean = 0.9 * mean + 0.1 * gradient
     assert number == 15 and first_state.any(1).all()
@@ -274,15 +236,15 @@ def test_update_by_columns(args, seen, env_id, cell):
 
 
 def test_predict_takes_masks_as_environments_give_them():
-    """A tuple or list with an array for each dimension, or one array; of many environments, one for each. The action is
-    of the type of its space."""
+    """A tuple or list with an array for each dimension, or one array; of many environments, a row for each. The action
+    is of the type of its space."""
     agent, raw_obs = make_agent(), np.zeros(3)
     agent.action_start = agent.action_start.to(torch.uint16)
     masks = np.array([0, 0, 1], np.int8), np.array([1, 0], np.int8)
     for mask in (masks, list(masks), np.hstack(masks)):
         action, _ = agent.predict(raw_obs, action_mask=mask)
         assert action.tolist() == [2, 1] and action.dtype == np.uint16
-        actions, _ = agent.predict(np.stack([raw_obs] * 2), action_mask=[mask] * 2)
+        actions, _ = agent.predict(np.stack([raw_obs] * 2), action_mask=[np.hstack(mask)] * 2)
         assert actions.tolist() == [[2, 1]] * 2
 
 
@@ -292,7 +254,7 @@ def test_predict_carries_the_state(kind, cell):
     """One observation or many: the state goes in and comes out, None stands for the start of an episode."""
     agent = make_agent(kind, cell=cell, norm_obs=False)
     obs, state = torch.randn(5, 2, 3), None
-    features = step_by_step(agent, obs, starts_at(5, 2, 0), agent.initial_state(2))
+    features = step_by_step(agent, obs, starts_at(5, 2, 0), torch.zeros(2, agent.memory.state_size))
     alone = None
     for t in range(5):
         action, state = agent.predict(obs[t].numpy(), state)
@@ -300,7 +262,7 @@ def test_predict_carries_the_state(kind, cell):
         if kind == "discrete":
             expected = torch.stack([x.argmax(-1) for x in agent.get_log_probs(features[t])], -1) + torch.tensor([0, 1])
         else:
-            expected = agent.get_logits_or_mean(features[t]).clamp(-1, 1)
+            expected = agent.actor(features[t]).clamp(-1, 1)
         np.testing.assert_allclose(action, expected.detach().numpy(), atol=1e-5)
         np.testing.assert_allclose(first, action[0], atol=1e-5)
     state[np.array([True, False])] = 0  # as README says, for environments whose episode has ended
@@ -312,15 +274,17 @@ def test_predict_carries_the_state(kind, cell):
 def test_every_episode_of_an_evaluation_starts_without_memory(cell):
     """Each return is that of the same episode evaluated alone. Memory that is not thrown away would change it."""
     agent = make_agent("box", obs_size=2, cell=cell)
-    together = script.evaluate(agent, "box/Target-v0", 5, 3)
-    alone = [script.evaluate(agent, "box/Target-v0", 1, 3 + episode).item() for episode in range(5)]
+    args = script.Args(env_id="box/Target-v0")
+    together = script.evaluate(agent, dataclasses.replace(args, seed=3), 5)
+    alone = [script.evaluate(agent, dataclasses.replace(args, seed=3 + i), 1).item() for i in range(5)]
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("env_id", ["masks/Masked-v0", "images/First-v0", "images/Last-v0", "discrete/Shaped-v0"])
+@pytest.mark.parametrize("env_id", ["masks/Masked-v0", "discrete/Shaped-v0"])
 def test_other_environments(args, env_id):
-    """Masks, images and matrices of actions: trained, saved, loaded, evaluated, both ways of acting."""
-    agent, run_dir = script.train(args(env_id=env_id, total_timesteps=128))
-    assert agent.sees_images == env_id.startswith("images")
+    """Masks and matrices of actions: trained, saved, loaded, evaluated, both ways of acting."""
+    settings = args(env_id=env_id, total_timesteps=128)
+    _, run_dir = script.train(settings)
     for deterministic in (True, False):
-        assert script.evaluate(script.load_agent(run_dir), env_id, 3, 0, deterministic).shape == (3,)
+        settings.eval_deterministic = deterministic
+        assert script.evaluate(script.load_agent(run_dir), settings, 3).shape == (3,)

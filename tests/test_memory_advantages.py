@@ -47,19 +47,19 @@ gym.register("memory/Recall-v0", Recall)
 def teach(agent):
     """Now the first unit of its memory keeps the first number of an episode, and the critic reads it: the true value of
     every state. All gates are shut or open for good, but for the one that lets the number in."""
-    for memory in agent.memories:
-        gates = [memory.cell.weight_ih.data, memory.cell.bias_ih.data]
-        memory.cell.weight_hh.data.zero_()
-        if memory.is_lstm:
-            entry, keep, content, out = zip(*(x.chunk(4) for x in gates))
-            entry[0].copy_(torch.tensor([0.0, 2e4])), entry[1].fill_(-1e4)  # open where the second number is 1
-            keep[0].zero_(), keep[1].fill_(1e4)
-            out[0].zero_(), out[1].fill_(1e4)
-        else:
-            reset, keep, content = zip(*(x.chunk(3) for x in gates))
-            reset[0].zero_()
-            keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
-        content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
+    memory = agent.memory
+    gates = [memory.cell.weight_ih.data, memory.cell.bias_ih.data]
+    memory.cell.weight_hh.data.zero_()
+    if memory.is_lstm:
+        entry, keep, content, out = zip(*(x.chunk(4) for x in gates))
+        entry[0].copy_(torch.tensor([0.0, 2e4])), entry[1].fill_(-1e4)  # open where the second number is 1
+        keep[0].zero_(), keep[1].fill_(1e4)
+        out[0].zero_(), out[1].fill_(1e4)
+    else:
+        reset, keep, content = zip(*(x.chunk(3) for x in gates))
+        reset[0].zero_()
+        keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
+    content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
     agent.critic[0].weight.data.copy_(torch.eye(1, agent.args.hidden_size)), agent.critic[0].bias.data.zero_()
 
 
@@ -67,22 +67,15 @@ def teach(agent):
 @pytest.mark.parametrize("discrete, cell", [(True, "lstm"), (False, "gru")])
 def test_zero_advantage_probe(script, small_args, end, discrete, cell):
     """The values depend on what was seen at the episode's start only. Episodes end at every position of the rollout, in
-    four environments that are out of step: every return is its value, in the first epoch and when recomputed. With
-    Box actions the critic has a memory of its own."""
+    four environments that are out of step: every return is its value, in the first epoch and when recomputed."""
     settings = {"norm_obs": False, "norm_reward": False, "gamma": GAMMA, "num_steps": 6, "num_minibatches": 2}
-    settings |= {
-        "cell": cell,
-        "separate_critic_rnn": not discrete,
-        "hidden_sizes": (),
-        "hidden_size": 8,
-        "learning_rate": 0.0,
-    }
+    settings |= {"cell": cell, "hidden_sizes": (), "hidden_size": 8, "learning_rate": 0.0}
     settings |= {"env_kwargs": json.dumps({"discrete": discrete, "cell": cell, "end": end})}
     agent, run_dir = script.train(small_args(env_id="memory/Recall-v0", total_timesteps=24, **settings))
     teach(agent)
     checkpoint = torch.load(run_dir / "checkpoint.pt") | {"agent": agent.state_dict()}
     torch.save(checkpoint, run_dir / "checkpoint.pt")
-    script.train(small_args(env_id="memory/Recall-v0", total_timesteps=9 * 24, resume=str(run_dir), **settings))
+    script.train(small_args(env_id="memory/Recall-v0", total_timesteps=9 * 24, **settings), run_dir)
     logged = scalars(run_dir)
     errors = [loss for step, loss in logged["losses/value_loss"] if step > 24]
     assert len(errors) == 8 and max(errors) < 1e-14  # of 48 numbers: none is further from 0 than 1e-6
