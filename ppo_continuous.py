@@ -474,11 +474,13 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef."""
+    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef, at most 8
+    times. So schedule a tensor: args.ent_coef = torch.tensor(0.01), and in the loop args.ent_coef.fill_(...)."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # The random numbers of eager mode; on a CPU, C++ instead of Python between the kernels.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu"}
-    return torch.compile(function, fullgraph=True, options=options) if args.compile else function
+    # Not dynamic: for a number that varies, torch 2.14 has been seen to compute a wrong loss.
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
 class VectorMember(gym.Wrapper):
