@@ -840,9 +840,10 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
-        env = cleanup.enter_context(gym.wrappers.TimeLimit(env, 30_000))  # a good policy may never end an episode
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy may never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
+        cleanup.enter_context(env)  # closes it, which writes the last video
         for episode in range(episodes):
             obs, info = env.reset(seed=args.seed + episode)
             state, ended = None, False

@@ -44,17 +44,16 @@ from run_folder import (
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "classic", "atari", "memory")  # docs/results.md has these
-SCRIPTS = [path.stem for path in ROOT.glob("ppo_*.py")]
+SCRIPTS = [*(path.stem for path in ROOT.glob("ppo_*.py")), "ppo_atari"]
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
-    "atari-8": "`ppo_discrete.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
-    "atari-128": "`ppo_discrete.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
+    "atari-8": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
+    "atari-128": "`ppo_atari.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
     "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, default LSTMs of 128 (here one, sb3-contrib: two)",
     "rnn-shared": "the same, one LSTM in both",
-    "rnn-separate": "the same, two LSTMs in both",
 }
 
 

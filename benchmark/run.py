@@ -34,7 +34,7 @@ from typing import Literal
 
 import torch
 import tyro
-from run_folder import ROOT, WHERE_AND_HOW, is_finished, last_step, load_script, machine, summarise
+from run_folder import ROOT, WHERE_AND_HOW, is_finished, last_step, load_script, machine, path_of, summarise
 from suites import SUITES, TUNED
 from tqdm import tqdm
 
@@ -84,7 +84,7 @@ class Job:
 
 def make_jobs(args, flags=()):
     """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
-    for name in ("seeds", "first_seed", "jobs"):
+    for name in ("seeds", "first_seed", "jobs", "eval_episodes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
@@ -103,9 +103,10 @@ def make_jobs(args, flags=()):
             words = (*own_flags.split(), *more, *flags)
             jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
             parsed = jobs[-1].parsed
-            # A flag that is wrong ends it here. check_args may choose --num-minibatches.
-            for checked in (parsed, dataclasses.replace(parsed, eval_episodes=args.eval_episodes)):
-                load_script(script).check_args(checked)
+            try:
+                load_script(script).check(parsed)
+            except ValueError as error:
+                raise SystemExit(f"{jobs[-1]}: {error}") from None
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
@@ -136,7 +137,7 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
     Raises RuntimeError with the last line of the log when the script fails."""
     children, stop = children if children is not None else set(), stop or threading.Event()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-    script = [sys.executable, str(ROOT / f"{job.script}.py")]
+    script = [sys.executable, str(path_of(job.script))]
     (job.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = job.runs_dir / "logs" / f"{job.name}.log"
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
 FIELDS += ["episodes", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
 # Arguments that say where and how a run went, not what it did.
-WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "resume", "compile"}
+WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "compile"}
 WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 # Solved: this mean return over 100 episodes. The name without the module that registers the task.
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
@@ -42,10 +42,17 @@ def write_rows(path, fields, rows):
         writer.writerows(rows)
 
 
+def path_of(script):
+    """The file of a script, at the top level or among the variants."""
+    path = ROOT / f"{script}.py"
+    return path if path.exists() else ROOT / "variants" / path.name
+
+
 def load_script(name):
     """One of the repository's scripts, as a module."""
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    for folder in (str(ROOT), str(ROOT / "variants")):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     return importlib.import_module(name)
 
 
@@ -97,12 +104,9 @@ def is_finished(run_dir):
     return checkpoint["global_step"] >= args["total_timesteps"] // batch_size * batch_size
 
 
-def defaults_of(script, env_id):
+def defaults_of(script):
     """The default arguments of a script, as args.json has them."""
-    module = load_script(script)
-    atari = hasattr(module, "is_atari") and module.is_atari(env_id)
-    defaults = dataclasses.asdict(module.Args(**(module.ATARI if atari else {})))
-    return json.loads(json.dumps(defaults))  # tuples as lists
+    return json.loads(json.dumps(dataclasses.asdict(load_script(script).Args())))  # tuples as lists
 
 
 def rolling_mean(returns, window=100):
@@ -132,7 +136,7 @@ def summarise(run_dir):
     if not episodes or not is_finished(run_dir):
         return None
     args, script = json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
-    defaults = defaults_of(script, args["env_id"])
+    defaults = defaults_of(script)
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])

@@ -40,7 +40,7 @@ from typing import Literal
 import torch
 import tyro
 from report import RESULTS, SPEED
-from run_folder import ROOT, read_csv, write_rows
+from run_folder import ROOT, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["steps_per_second_1m", "repeats", "single_runs", "versions"]
@@ -75,9 +75,9 @@ import gymnasium
 envs = gymnasium.make_vec({env_id!r}, {envs})
 """
 ATARI_SIMULATOR = """
-import sys; sys.path.insert(0, {root!r})
-import ppo_discrete
-envs = ppo_discrete.make_envs(ppo_discrete.parse_args(["--env-id", {env_id!r}]), {envs})
+import sys; sys.path.insert(0, {root!r} + "/variants")
+import ppo_atari
+envs = ppo_atari.make_envs(ppo_atari.Args(env_id={env_id!r}, num_envs={envs}), {envs})
 """
 # Without two lines that replace properties of torch's Categorical by read-only ones, which torch 2.13 cannot do with.
 LEANRL_ATARI = """
@@ -94,7 +94,7 @@ def to_words(flags):
 
 def ours(script, **flags):
     """The command line of a script of this repository, by the number of steps."""
-    program = [sys.executable, str(ROOT / f"{script}.py"), "--checkpoint-interval=1000", *to_words(flags)]
+    program = [sys.executable, str(path_of(script)), "--checkpoint-interval=1000", *to_words(flags)]
     return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
@@ -107,12 +107,6 @@ def beside(before, contestants):
         return [word.replace(str(ROOT), str(before)) for word in run(steps)]
 
     return {"before": (earlier, *steps), mine: (run, *steps)}
-
-
-def two_ranks(contestant):
-    """The same in two processes, which share environments and minibatches."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return lambda steps: program + contestant(steps)[1:]
 
 
 def from_checkout(checkout, script, **flags):
@@ -147,16 +141,16 @@ def atari_case(envs, leanrl):
     alone = simulator("ALE/Breakout-v5", envs, ATARI_SIMULATOR)
     steps = (16384, 147456) if envs == 8 else (32768, 425984)
     contestants = {"LeanRL": (leanrl_atari(leanrl, envs), *steps)} if leanrl else {}
-    return contestants | {"ppo_discrete": (ours("ppo_discrete", **flags), *steps), "simulator": (alone, *steps)}
+    return contestants | {"ppo_atari": (ours("ppo_atari", **flags), *steps), "simulator": (alone, *steps)}
 
 
-def rnn_case(separate):
-    """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs; actor and critic share it, or have one each;
+def rnn_case(shared):
+    """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs. Ours is shared by actor and critic;
     nothing is normalised but advantages."""
     flags = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "recompute_advantages": False}
-    flags |= {"hidden_size": 128, "separate_critic_rnn": separate, "env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
+    flags |= {"hidden_size": 128, "env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
     flags |= {"norm_obs": False, "norm_reward": False}
-    policy = {"lstm_hidden_size": 128, "enable_critic_lstm": separate, "shared_lstm": not separate}
+    policy = {"lstm_hidden_size": 128, "enable_critic_lstm": not shared, "shared_lstm": shared}
     settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "policy_kwargs": policy}
     names = {"package": "sb3_contrib", "algorithm": "RecurrentPPO", "policy": "MlpLstmPolicy"}
     peer = sb3("CartPoleNoVel-v1", 4, **names, **settings)
@@ -176,13 +170,13 @@ def cores_case(task, short, long):
     }
 
 
-def continuous_case(envs, steps, cleanrl, leanrl=None, ranks=1, task="HalfCheetah-v4"):
-    """CleanRL's settings; observations and rewards are normalised by all. Only this repository has ranks, and only its
-    contestant plays `task`: HalfCheetah by gymnasium or by EnvPool."""
+def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
+    """CleanRL's settings; observations and rewards are normalised by all. Only our contestant plays `task`:
+    HalfCheetah by gymnasium or by EnvPool."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     flags_of_ours = {"kl_coef": 0, "target_kl": None, "log_std_init": 0, "anneal_std": False}
-    flags_of_ours |= {"log_std_min": None, "log_std_max": None, "stagger_envs": False}
+    flags_of_ours |= {"log_std_min": -20, "log_std_max": 20, "stagger_envs": False}
     mine = ours("ppo_continuous", **flags | flags_of_ours | {"env_id": task}, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
@@ -192,7 +186,7 @@ def continuous_case(envs, steps, cleanrl, leanrl=None, ranks=1, task="HalfCheeta
     if leanrl:
         peer = from_checkout(leanrl, "leanrl/ppo_continuous_action_torchcompile.py", compile=True, **flags)
         contestants["LeanRL"] = (peer, 8192, 73728)
-    contestants["ppo_continuous"] = (mine if ranks == 1 else two_ranks(mine), 16384, 147456)
+    contestants["ppo_continuous"] = (mine, 16384, 147456)
     return contestants | {"simulator": (simulator("HalfCheetah-v4", envs), 8192, 139264)}
 
 
@@ -226,19 +220,13 @@ def make_cases(cleanrl=None, leanrl=None):
         "atari-128": atari_case(128, leanrl),
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
-        "continuous-8-ranks": continuous_case(8, 256, cleanrl, ranks=2),
         "continuous-8-envpool": continuous_case(8, 256, cleanrl, task="benchmark.envpool_envs:EnvPool/HalfCheetah-v4"),
         "cores": cores_case("HalfCheetah-v4", 16000, 146000),
         "cores-humanoid": cores_case("Humanoid-v4", 16000, 66000),
         "discrete": discrete_case(cleanrl),
-        "ranks": {
-            "one process": (ours("ppo_continuous"), 16000, 316000),
-            "ppo_continuous, two": (two_ranks(ours("ppo_continuous", num_envs=200)), 32000, 632000),
-        },
         "rlhf": rlhf_case(),
-        "rnn": rnn_case(separate=True) | {"ppo_rnn": rnn_case(separate=False)["ppo_rnn"]},
-        "rnn-separate": rnn_case(separate=True),
-        "rnn-shared": rnn_case(separate=False),
+        "rnn": rnn_case(shared=False),
+        "rnn-shared": rnn_case(shared=True),
         "defaults": {"ppo_continuous": mine, "simulator": (simulator("HalfCheetah-v4", 100), 8000, 138000)},
     }
 

@@ -28,8 +28,8 @@ SUITES = {  # script, task, flags
         for name in ("HalfCheetah", "Hopper", "Walker2d")
     ],
     "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],
-    "atari": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
-    "atari57": [("ppo_discrete", f"ALE/{name}-v5", "") for name in ATARI.split()],
+    "atari": [("ppo_atari", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
+    "atari57": [("ppo_atari", f"ALE/{name}-v5", "") for name in ATARI.split()],
     "memory": [
         ("ppo_discrete", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
         ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000 --num-steps 256"),
