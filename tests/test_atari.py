@@ -1,29 +1,57 @@
-"""Atari games of ale-py: the protocol of the published tables, the same in ppo_discrete.py and ppo_rnn.py."""
+"""variants/ppo_atari.py: the protocol of Atari games, the Nature CNN, images outside ALE, and torchrun."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+from torch.utils._pytree import tree_map_only
 
-BOTH = pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
+HERE = Path(__file__).parent
+PATH = next(path for path in (HERE / "ppo_atari.py", HERE.parent / "variants" / "ppo_atari.py") if path.exists())
+spec = importlib.util.spec_from_file_location("ppo_atari", PATH)
+script = importlib.util.module_from_spec(spec)
+sys.modules["ppo_atari"] = script
+spec.loader.exec_module(script)
+torch.set_num_threads(1)
+SMALL = {"num_envs": 4, "num_steps": 16, "total_timesteps": 256, "num_minibatches": 2, "update_epochs": 2}
+SMALL |= {"compile": False, "device": "cpu"}
 
 
-@BOTH
-def test_settings_of_atari_games(script):
-    """An ALE id brings its defaults along, in whatever form it is given; each can be given again; others stay."""
-    default = script.Args(**script.ATARI)
-    for line in ("--env-id ALE/Pong-v5", "--env_id=ALE/Pong-v5", "--env_id=ale_py:ALE/Pong-v5"):
-        args = script.parse_args(line.split())
-        assert vars(args) == vars(default) | {"env_id": args.env_id} and args.env_id.endswith("ALE/Pong-v5")
-    line = "--clip-coef=0.3 --env_id=ALE/Pong-v5 --clip_reward=False --num-envs 1e1 --seed 3"
-    args = script.parse_args(line.split())
-    given = {"clip_coef": 0.3, "env_id": "ALE/Pong-v5", "clip_reward": False, "num_envs": 10, "seed": 3}
-    assert vars(args) == vars(default) | given
-    assert script.parse_args([]) == script.Args()
-    resumed = script.Args(env_id="ALE/Pong-v5", clip_coef=0.4)
-    assert script.parse_args(["--seed=4"], default=resumed).clip_coef == 0.4
+def train(runs_dir, **changes):
+    """The agent and the run folder of a short run."""
+    return script.train(script.Args(**SMALL | {"runs_dir": str(runs_dir)} | changes))
+
+
+def rows(run_dir):
+    """episodes.csv: (step, return, length) of each episode"""
+    lines = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    return [(int(step), float(episodic_return), int(length)) for step, episodic_return, length, _ in lines]
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """watch("name"): from now on the calls of the script's function of that name, as [(arguments, result), ...]."""
+
+    def watch(name):
+        original, calls = getattr(script, name), []
+
+        def watched(*arguments):
+            copies = tree_map_only(torch.Tensor, torch.clone, arguments)  # the script writes into its tensors again
+            calls.append((copies, original(*arguments)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(script, name, watched)
+        return calls
+
+    return watch
 
 
 class Games(ale_py.AtariVectorEnv):
@@ -42,16 +70,15 @@ class Games(ale_py.AtariVectorEnv):
         obs, reward, terminated, truncated, infos = super().step(actions)
         if "final_obs" in infos:
             infos["final_obs"] = np.where(truncated[:, None, None, None], infos["final_obs"], np.uint8(213))
-        self.steps.append(
-            (actions, reward, terminated, truncated, infos.get("final_obs", obs)[truncated & ~terminated])
-        )
+        final_obs = infos.get("final_obs", obs)[truncated & ~terminated]
+        self.steps.append((actions, reward, terminated, truncated, final_obs))
         return obs, reward, terminated, truncated, infos
 
 
 class Game(ale_py.AtariEnv):
     """The game of an evaluation, which remembers what it was asked for, and how many lives each step left."""
 
-    def __init__(self, **asked):
+    def __init__(self, img_height=84, img_width=84, **asked):  # sizes are for the vector above
         super().__init__(**asked)
         Game.last, self.asked, self.lives = self, asked, []
 
@@ -66,89 +93,73 @@ for name in ("Breakout", "Seaquest", "Pong"):
     gym.register(f"ALE/My{name}-v5", Game, vector_entry_point=Games, kwargs=kwargs)
 
 
-@pytest.fixture
-def play(script, small_args):
-    """play("Pong", {"frameskip": 2}, ...) trains on a few games, and gives the run folder."""
-
-    def play(name, env_kwargs, **changes):
-        atari = {"env_id": f"ALE/My{name}-v5", "env_kwargs": json.dumps(env_kwargs), "num_envs": 4, "num_steps": 128}
-        changes = {"num_minibatches": 1, "update_epochs": 1} | changes
-        return script.train(small_args(**script.ATARI | atari | changes))[1]
-
-    return play
+def play(runs_dir, name, env_kwargs, **changes):
+    changes = {"num_steps": 128, "num_minibatches": 1, "update_epochs": 1} | changes
+    return train(runs_dir, env_id=f"ALE/My{name}-v5", env_kwargs=json.dumps(env_kwargs), **changes)[1]
 
 
 CASES = {"Breakout": (600, 50), "Seaquest": (1000, 60), "Pong": (9999, 140)}  # frames of a game, steps of a rollout
 
 
-@pytest.mark.parametrize(
-    "script, name",
-    [("ppo_discrete", "Breakout"), ("ppo_discrete", "Seaquest"), ("ppo_discrete", "Pong")]
-    + [("ppo_rnn", "Breakout"), ("ppo_rnn", "Seaquest")],
-    indirect=["script"],
-)
-def test_scores_and_what_the_learner_sees(script, play, watch, rollouts, name):
+@pytest.mark.parametrize("name", CASES)
+def test_scores_and_what_the_learner_sees(tmp_path, watch, name):
     """Small pictures of games, which end by themselves or after some frames. Breakout and Seaquest have lives, Pong has
     none and negative rewards.
 
     The same actions in a second vector of the same games, which knows nothing of lost lives: its own ends and its
-    rewards give the rows of episodes.csv, and the starts of episodes that a memory sees. What reaches the advantages:
-    the sign of each reward, every lost life as a termination, and the final observations of truncated games only."""
-    estimates, (frames, num_steps) = watch(script, "estimate_advantages"), CASES[name]
+    rewards give the rows of episodes.csv. What reaches the advantages: the sign of each reward, every lost life as a
+    termination, and the final observations of truncated games only."""
+    estimates, (frames, num_steps) = watch("estimate_advantages"), CASES[name]
     limit, size = {"max_num_frames_per_episode": frames}, {"img_height": 36, "img_width": 36}
-    run_dir = play(name, limit | size, num_steps=num_steps, total_timesteps=4 * 8 * num_steps)
+    run_dir = play(tmp_path, name, limit | size, num_steps=num_steps, total_timesteps=4 * 8 * num_steps)
     games = Games.last
     actions, raw, terminated, truncated, final_obs = zip(*games.steps)
     options = {"repeat_action_probability": 0.0, "reward_clipping": False, "autoreset_mode": "SameStep"}
-    again = ale_py.AtariVectorEnv(games.name, 4, **options | limit)
+    again = ale_py.AtariVectorEnv(games.name, 4, **options | limit | size)
     again.reset(seed=games.seeds)
-    expected, over, scores, lengths = [], [], np.zeros(4), np.zeros(4, int)
+    expected, scores, lengths = [], np.zeros(4), np.zeros(4, int)
     for i, action in enumerate(actions):
         _, reward, game_over, cut, _ = again.step(action)
-        over.append(game_over | cut)
         scores, lengths = scores + reward, lengths + 1
-        for n in np.flatnonzero(over[-1]):
+        for n in np.flatnonzero(game_over | cut):
             expected.append(((i + 1) * 4, scores[n], lengths[n]))
             scores[n] = lengths[n] = 0
-    lines = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
-    assert [(int(step), float(score), int(length)) for step, score, length, _ in lines] == expected
+    assert rows(run_dir) == expected
     assert len(expected) >= 3 and (np.sum(terminated) > 2 * len(expected)) == (name != "Pong")
     some_are_cut = any(0 < sum(cut) < 4 for cut in truncated) and np.sum(truncated) < len(expected)
     assert {"Breakout": some_are_cut, "Seaquest": np.max(raw) > 1, "Pong": np.min(raw) < 0}[name]
 
     rewards, terminations = (np.concatenate([arguments[k] for arguments, _ in estimates]) for k in (4, 5))
     assert np.array_equal(rewards, np.sign(raw)) and np.array_equal(terminations, terminated)
-    assert np.array_equal(np.concatenate([arguments[3] for arguments, _ in rollouts]), np.concatenate(final_obs))
-    if script.__name__ == "ppo_rnn":
-        assert np.array_equal(np.concatenate([arguments[4][1:] for arguments, _ in rollouts]), over)
+    assert np.array_equal(np.concatenate([arguments[3] for arguments, _ in estimates]), np.concatenate(final_obs))
 
 
-@BOTH
 @pytest.mark.parametrize("sticky", [{}, {"repeat_action_probability": 0.25}])
-def test_protocol_of_the_games(script, play, sticky):
+def test_protocol_of_the_games(tmp_path, sticky):
     """What ale-py is asked for; --env-kwargs reach the games of training and evaluation. Breakout begins with FIRE in
     both: with no-ops only, an evaluation loses a life soon, instead of never."""
-    run_dir = play("Breakout", sticky | {"max_num_frames_per_episode": 500}, num_steps=8, total_timesteps=32)
-    agent, shapes = script.load_agent(run_dir), []
-    agent.predict = lambda obs, *_: shapes.append(obs.shape) or ((0, None) if script.__name__ == "ppo_rnn" else 0)
-    script.evaluate(agent, "ALE/MyBreakout-v5", 1, 0)
+    kwargs = sticky | {"max_num_frames_per_episode": 500}
+    run_dir = play(tmp_path, "Breakout", kwargs, num_steps=8, total_timesteps=32)
+    agent, args, shapes = script.load_agent(run_dir), script.load_args(run_dir), []
+    agent.predict = lambda obs, *_: shapes.append(obs.shape) or 0
+    script.evaluate(agent, args, 1)
     assert 90 < len(shapes) <= 125 and set(shapes) == {(4, 84, 84)}
     assert Game.last.lives[0] == 5 and Game.last.lives[-1] < 5
     training, evaluation = Games.last.asked, Game.last.asked
     for asked in (training, evaluation):
         assert asked["repeat_action_probability"] == sticky.get("repeat_action_probability", 0.0)
-    assert (training["reward_clipping"], training["episodic_life"], training["life_loss_info"]) == (False, False, True)
+    assert (training["reward_clipping"], training["life_loss_info"]) == (False, True)
+    assert not training.get("episodic_life")  # a lost life does not reset the game
     assert evaluation["frameskip"] == 1  # AtariPreprocessing skips
 
 
-@BOTH
-def test_evaluation_sees_what_training_saw(script):
+def test_evaluation_sees_what_training_saw():
     """gymnasium's preprocessing of one game, frame by frame, against ale-py's of a vector: the same pictures."""
-    env = script.make_evaluation_env("ALE/Pong-v5", "{}", False)
-    envs = script.make_envs(script.Args(**script.ATARI | {"env_id": "ALE/Pong-v5"}), 1)
+    args = script.Args(env_id="ALE/Pong-v5")
+    env, envs = script.make_env(args), script.make_envs(args, 1)
     # The no-ops at the start are random: look for a start with the same number of them.
-    obs, infos = envs.reset(seed=np.array([1]))
-    for seed in (25, *range(1000)):  # 25 is one, with ale-py 0.12
+    obs, infos = envs.reset(seed=1)
+    for seed in range(1000):
         one, info = env.reset(seed=seed)
         if info["episode_frame_number"] == infos["episode_frame_number"][0]:
             break
@@ -160,16 +171,227 @@ def test_evaluation_sees_what_training_saw(script):
     envs.close()
 
 
-@BOTH
-def test_ratio_is_one_in_the_first_minibatch(script, play, minibatches):
-    """With the Nature CNN, in two iterations of one minibatch and two epochs. A ratio r adds r - 1 - log(r) to the KL,
-    which is 0 only for r = 1."""
-    play("Breakout", {}, num_envs=2, num_steps=32, update_epochs=2, total_timesteps=2 * 64, learning_rate=1e-3)
+def test_a_game_of_the_command_line(tmp_path, monkeypatch, capsys):
+    """Trained, continued and evaluated as a user does it; a game's old name gets one line."""
+
+    def main(*flags):
+        words = ["ppo_atari.py", *flags, "--no-compile", "--device", "cpu", "--runs-dir", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", words)
+        script.main()
+        return capsys.readouterr().out
+
+    game = ["--env-id", "ALE/Breakout-v5", "--num-envs", "2", "--num-steps", "8"]
+    main(*game, "--preset", "cleanrl", "--total-timesteps", "16")
+    main("--resume", "latest", "--total-timesteps", "32")
+    (run_dir,) = tmp_path.iterdir()
+    saved = script.load_checkpoint(run_dir)
+    assert saved["global_step"] == 32 and saved["args"]["clip_vloss"] and not saved["args"]["eval_deterministic"]
+    printed = main("--evaluate", str(run_dir), "--eval-episodes", "1", "--capture-video")
+    assert printed.startswith("returns: ") and "\nmean " in printed
+    assert [path.name for path in (run_dir / "videos").glob("*.mp4")] == ["evaluation-episode-0.mp4"]
+    with pytest.raises(script.UsageError, match="ALE/NAME-v5"):
+        main("--env-id", "BreakoutNoFrameskip-v4")
+
+
+def test_ratio_is_one_in_the_first_minibatch(tmp_path, watch):
+    """In two iterations of one minibatch and two epochs. A ratio r adds r - 1 - log(r) to the KL, which is 0 only for
+    r = 1."""
+    minibatches = watch("ppo_loss")
+    play(tmp_path, "Breakout", {}, num_envs=2, num_steps=32, update_epochs=2, total_timesteps=128, learning_rate=1e-3)
     kls = [metrics["approx_kl"].item() for _, (_, metrics) in minibatches]
     assert len(kls) == 4 and max(kls[::2]) < 1e-10 and min(kls[1::2]) > 1e-8
 
 
-@pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
-def test_gradient_of_the_nature_cnn(play):
-    """Compiled, at Atari's minibatch of 256: the run would end if it were not that of eager mode."""
-    play("Breakout", {}, num_envs=2, total_timesteps=256, compile=True)
+def test_gradient_is_the_same_compiled(tmp_path):
+    """At Atari's minibatch of 256. Adam's first moment is a tenth of its first gradient."""
+    folders = (
+        play(tmp_path / str(compile), "Breakout", {}, num_envs=2, compile=compile, clip_vloss=True)
+        for compile in (False, True)
+    )
+    moments, compiled = (script.load_checkpoint(x)["optimizer"]["state"][0]["exp_avg"] for x in folders)
+    assert (compiled - moments).norm() < 1e-5 * moments.norm() and moments.norm() > 1e-3
+
+
+def test_network_of_mnih_et_al():
+    """84 x 84 x 4 -> 32 of 8 x 8 / 4 -> 64 of 4 x 4 / 2 -> 64 of 3 x 3 -> 512; pixels from 0 to 1."""
+    network = script.NatureCNN((4, 84, 84))
+    shapes = [tuple(layer.weight.shape) for layer in network.layers if hasattr(layer, "weight")]
+    assert shapes == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)]
+    seen = []
+    network.layers.register_forward_pre_hook(lambda layers, inputs: seen.append(inputs[0]))
+    network(torch.full((1, 4, 84, 84), 255, dtype=torch.uint8))
+    assert (seen[0] == 1).all()
+
+
+def test_channel_order_does_not_matter():
+    """The same weights on the same picture, its channels first or last."""
+    first, last = script.NatureCNN((3, 40, 48)), script.NatureCNN((40, 48, 3))
+    last.load_state_dict(first.state_dict())
+    image = torch.randint(0, 256, (2, 5, 3, 40, 48), dtype=torch.uint8)
+    features = first(image)
+    assert features.shape == (2, 5, 512)
+    torch.testing.assert_close(features, last(image.movedim(-3, -1)))
+    torch.testing.assert_close(features[0, 0], first(image[0, 0]), atol=1e-5, rtol=1e-4)
+
+
+class Sides(gym.Env):
+    """A picture that is bright on the side that has to be chosen, in an array that is used again for the next one."""
+
+    def __init__(self, shape=(40, 48, 3)):
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.action_space = gym.spaces.Discrete(2, start=5)
+        self.image = np.zeros(shape, np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.side = int(self.np_random.integers(2))
+        bright = slice(24 * self.side, 24 * self.side + 24)
+        self.image[:] = 0
+        self.image[(..., bright) if self.image.shape[0] == 3 else (slice(None), bright)] = 255
+        return self.image, {}
+
+    def step(self, action):
+        self.image[:] = 7
+        return self.image, 3.0 * (action - 5 == self.side), False, True, {}
+
+
+gym.register("images/Last-v0", Sides, disable_env_checker=True)
+gym.register("images/First-v0", Sides, kwargs={"shape": (3, 40, 48)}, disable_env_checker=True)
+
+
+@pytest.mark.parametrize("name, is_async", [("Last", False), ("First", False), ("First", True)])
+def test_images(tmp_path, watch, name, is_async):
+    """Channels first or last: stored as bytes, learned, saved, loaded, evaluated. The final observations that the
+    critic sees are those that the environment ended in. Rewards are raw in what is reported."""
+    estimates, changes = watch("estimate_advantages"), {"total_timesteps": 1024, "update_epochs": 4}
+    agent, run_dir = train(tmp_path, env_id=f"images/{name}-v0", learning_rate=1e-3, async_envs=is_async, **changes)
+    (_, obs, _, final_obs, rewards, *_), _ = estimates[0]
+    assert obs.dtype == final_obs.dtype == torch.uint8 and (final_obs == 7).all() and len(final_obs) == 64
+    assert set(rewards.flatten().tolist()) == {0.0, 1.0} and {row[1:] for row in rows(run_dir)} == {(0.0, 1), (3.0, 1)}
+    loaded, args = script.load_agent(run_dir), script.load_args(run_dir)
+    args.eval_deterministic = True
+    assert script.evaluate(loaded, args, 20).mean() == 3
+    image = np.full(agent.obs_shape.tolist(), 255, np.uint8)
+    assert agent.predict(image) in (5, 6) and agent.predict(image[None]).shape == (1,)
+    with pytest.raises(ValueError, match="of shape"):
+        agent.predict(image[:, :20])
+
+
+@pytest.mark.parametrize("shape", [(7, 48, 3), (40, 3, 48), (48, 48)])
+def test_what_is_no_image_is_refused(tmp_path, shape):
+    """Too few pixels for the network, channels in the middle, or none: one line says what is needed."""
+    with pytest.raises(script.UsageError, match="36 x 36"):
+        train(tmp_path, env_id="images/Last-v0", env_kwargs=json.dumps({"shape": shape}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_through_the_wrappers_of_gymnasium(tmp_path):
+    """An environment registered with wrappers: grey, 84 x 84, the last four frames."""
+    wrappers = (
+        gym.wrappers.GrayscaleObservation.wrapper_spec(),
+        gym.wrappers.ResizeObservation.wrapper_spec(shape=(84, 84)),
+        gym.wrappers.FrameStackObservation.wrapper_spec(stack_size=4),
+    )
+    gym.register("images/Wrapped-v0", Sides, kwargs={"shape": (120, 100, 3)}, additional_wrappers=wrappers)
+    agent, run_dir = train(tmp_path, env_id="images/Wrapped-v0", total_timesteps=64)
+    assert agent.obs_shape.tolist() == [4, 84, 84]
+    assert script.evaluate(agent, script.load_args(run_dir), 2).shape == (2,)
+
+
+def test_same_seed_same_run(tmp_path):
+    """Equal to the bit, after a resumption too. Another seed gives another run."""
+    runs = []
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        _, run_dir = train(tmp_path / folder, env_id="images/First-v0", seed=seed, total_timesteps=128)
+        args = script.Args(**vars(script.load_args(run_dir)) | {"total_timesteps": 256})
+        torch.seed()  # nothing may depend on what ran before
+        agent, _ = script.train(args, resume=run_dir)
+        runs.append((torch.cat([x.flatten() for x in agent.parameters()]), rows(run_dir)))
+    assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1] and len(runs[0][1]) == 256
+    assert not torch.equal(runs[0][0], runs[2][0]) and runs[0][1] != runs[2][1]
+
+
+MEMBERS = []  # all environments of this process that make_envs keeps
+
+
+class Numbered(gym.Env):
+    """The n-th environment of a run, on whichever rank it is, shows the n-th sequence of random images and rewards,
+    whatever is done to it. It keeps its seed and the actions."""
+
+    observation_space = gym.spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.first_seed, self.actions = None, []
+
+    def reset(self, *, seed=None, options=None):
+        if self.first_seed is None:
+            self.first_seed, self.rng = seed, np.random.default_rng(int(os.environ.get("RANK", 0)) * 4 + len(MEMBERS))
+            MEMBERS.append(self)
+        return self.rng.integers(256, size=(36, 36, 1), dtype=np.uint8), {}
+
+    def step(self, action):
+        self.actions.append(int(action))
+        return self.reset()[0], float(self.rng.integers(-3, 4)), False, False, {}
+
+
+gym.register("images/Numbered-v0", Numbered, max_episode_steps=5)
+SHARED = {"env_id": "images/Numbered-v0", "num_envs": 8, "total_timesteps": 512, "update_epochs": 3, "device": "auto"}
+ONE_STEP = {"total_timesteps": 128, "num_minibatches": 1, "update_epochs": 1, "max_grad_norm": 0.0}
+
+
+def worker(out):
+    """What a process of torchrun does in the test below."""
+    torch.set_num_threads(1)
+    agent, run_dir = train(out / "two", **SHARED, target_kl=1e-4, learning_rate=1e-3)
+    left = {"agent": agent.state_dict(), "has_folder": run_dir is not None, "seeds": [x.first_seed for x in MEMBERS]}
+    torch.save(left | {"actions": [x.actions for x in MEMBERS]}, out / f"rank-{os.environ['RANK']}.pt")
+    MEMBERS.clear()
+    train(out / "step of two", **SHARED | ONE_STEP)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_train_as_one(tmp_path):
+    """They end with the same weights, to the bit: gradients are averaged, and the KL limit ends an update for both in
+    the same minibatch. Their seeds and their noise differ. episodes.csv has the rows of one process that has all
+    environments. So has the first step: the critic's gradient does not depend on the actions."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, tmp_path]
+    done = subprocess.run(list(map(str, torchrun)), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1))
+    torch.testing.assert_close(first["agent"], second["agent"], atol=0, rtol=0)
+    assert (first["has_folder"], second["has_folder"]) == (True, False)
+    assert len({*first["seeds"], *second["seeds"]}) == 8
+    # The first policy is nearly the same noise everywhere. Each rank draws its own.
+    noise = [np.array(rank["actions"])[:, :16].ravel() for rank in (first, second)]
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.6
+    ((two,), (step_of_two,)) = ((tmp_path / name).iterdir() for name in ("two", "step of two"))
+    saved = script.load_checkpoint(two)
+    assert 4 <= saved["optimizer"]["state"][0]["step"] < 4 * 3 * 2  # of 4 iterations, 3 epochs, 2 minibatches
+    assert saved["global_step"] == 512 and saved["args"]["num_envs"] == 8
+
+    MEMBERS.clear()
+    _, one = train(tmp_path / "one", **SHARED)
+    assert rows(two) == rows(one) and len(rows(one)) == 8 * (512 // 8 // 5)
+    MEMBERS.clear()
+    agent, step_of_one = train(tmp_path / "step of one", **SHARED | ONE_STEP)
+    moments = [script.load_checkpoint(x)["optimizer"]["state"][0]["exp_avg"] for x in (step_of_two, step_of_one)]
+    critic = torch.cat([torch.full((x.numel(),), name.startswith("critic")) for name, x in agent.named_parameters()])
+    torch.testing.assert_close(moments[0][critic], moments[1][critic], rtol=1e-4, atol=1e-6)
+    assert moments[1][critic].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("flags", [["--num-envs=7"], ["--num-envs=6", "--num-steps=4", "--num-minibatches=8"]])
+def test_what_ranks_cannot_share(tmp_path, monkeypatch, flags):
+    """One line says so, before anything is created."""
+    ranks = {"is_torchelastic_launched": True, "is_initialized": True, "get_rank": 0, "get_world_size": 2}
+    for name, value in ranks.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    args = script.parse_args([*flags, f"--runs-dir={tmp_path}"], script.Args())
+    with pytest.raises(script.UsageError, match="2 processes"):
+        script.train(args)
+    assert not list(tmp_path.iterdir())
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))

@@ -1,0 +1,790 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11,<3", "gymnasium>=1.4,<2", "numpy>=1.26,<3", "tyro>=1.0,<2",
+#     "ale-py>=0.12,<0.13", "opencv-python-headless>=4.10,<6",
+#     "tensorboard>=2.18,<3", "wandb>=0.22,<1", "tqdm>=4.66,<5", "filelock>=3.13,<5", "moviepy>=2.1,<3",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) for images and Atari games, in one file: a variant of ppo_discrete.py.
+
+    python ppo_atari.py --env-id ALE/Breakout-v5         # train; logs and checkpoints go to runs/NAME
+    python ppo_atari.py --preset cleanrl                 # train with the settings of CleanRL's ppo_atari.py
+    python ppo_atari.py --resume runs/NAME               # continue a run, also after a kill; or --resume latest
+    python ppo_atari.py --evaluate runs/NAME             # play episodes with the trained agent; or --evaluate latest
+    torchrun --nproc-per-node 2 ppo_atari.py             # two processes (ranks) train one agent, each on its own GPU
+
+Choices, where PPO implementations differ (docs/choices.md says what each one gains):
+1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
+2. Observations are uint8 images, stored as they are. Actor and critic share the Nature CNN.
+3. The policy learns from the sign of the rewards. Logged returns are raw.
+4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
+5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
+6. --target-kl ends an update before a step whose KL exceeds 1.5 times the target, as in Stable-Baselines3.
+7. Atari games follow the protocol of the published results: no sticky actions, up to 30 no-ops and FIRE at the start,
+   frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the policy, but the game continues and is
+   logged whole. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
+8. Under torchrun the processes (ranks) share the environments, N = num_envs / ranks, and average their gradients.
+The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl adds it.
+
+Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
+K = action dimensions, A = choices of all dimensions together (Breakout: K = 1, A = 4).
+At step t the agent sees obs[t] and takes actions[t]. It gets rewards[t], terminations[t], truncations[t].
+Reading order: Args, agent, advantages and losses, train. The services below `train` contain no PPO.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+import warnings
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import tyro
+from filelock import FileLock, Timeout
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.tensorboard import SummaryWriter
+from tqdm.auto import tqdm
+
+
+@dataclasses.dataclass
+class Args:  # the comments are what --help prints
+    # --- run
+    exp_name: str = "ppo_atari"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
+    runs_dir: str = "runs"  # where run folders are made
+    seed: int = 1  # seed of networks, noise and environments; a CPU repeats a seed bit for bit
+    torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if there is one. On a busy CPU set OMP_NUM_THREADS=1
+    compile: bool = True  # torch.compile, which needs a C++ compiler: 20 s at the start, then a fifth faster on a CPU
+    checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
+    eval_episodes: int = 10  # episodes that --evaluate plays
+    eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
+    capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
+    track: bool = False  # log to Weights & Biases too
+    wandb_project_name: str = "ppo"  # project for --track
+    wandb_entity: str | None = None  # team for --track; None: your default
+    # --- environment
+    env_id: str = "ALE/Breakout-v5"  # a gymnasium id with discrete actions and uint8 images of at least 36 x 36 pixels
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
+    total_timesteps: int = 10_000_000  # environment steps of the run, rounded down to whole iterations
+    num_envs: int = 8  # environments stepped side by side, of all ranks together
+    async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
+    clip_reward: bool = True  # learn from the sign of the rewards
+    # --- PPO
+    num_steps: int = 128  # steps of each environment per iteration (T)
+    learning_rate: float = 2.5e-4  # Adam's learning rate
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
+    gamma: float = 0.99  # discount factor, 0 to 1
+    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
+    num_minibatches: int = 4  # minibatches per epoch; must divide num_envs * num_steps of a rank
+    update_epochs: int = 4  # passes over the batch of an iteration
+    norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
+    recompute_advantages: bool = False  # compute values, advantages and returns again before every epoch but the first
+    clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
+    clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
+    max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
+    target_kl: float | None = None  # end the update once its approximate KL exceeds 1.5 * target_kl; None: never
+
+
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). What is not listed is equal in CleanRL.
+PRESETS = {"cleanrl": dict(clip_vloss=True)}
+
+
+# =============================================================================================================== agent
+
+
+def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: sqrt(2), 1 for the value, 0.01 for the policy
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class NatureCNN(nn.Module):
+    """The convolutional network of Mnih et al. (2015): uint8 images (..., *D) -> features (..., 512)."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.channels_last = shape[0] != min(shape)  # there are fewer channels than rows or columns
+        channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
+        height, width = [(x - 28) // 8 for x in pixels]  # what the three convolutions leave; 1 for 36 pixels
+        layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
+        layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
+        layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
+        self.layers = nn.Sequential(*layers, layer_init(nn.Linear(64 * height * width, 512)), nn.ReLU())
+
+    def forward(self, images):
+        x = images.movedim(-1, -3) if self.channels_last else images
+        x = x.reshape(-1, *x.shape[-3:])
+        if not x.is_cuda:  # on a CPU, convolutions take a third less time if the channels of a pixel lie side by side
+            x = x.contiguous(memory_format=torch.channels_last)
+        return self.layers(x / 255.0).reshape(*images.shape[:-3], 512)
+
+
+class Agent(nn.Module):
+    """Actor and critic: two linear layers on one Nature CNN."""
+
+    def __init__(self, obs_shape, action_sizes, action_start, args):
+        super().__init__()
+        self.args = args
+        self.register_buffer("action_sizes", torch.as_tensor(action_sizes))  # choices in each dimension of an action
+        self.register_buffer("action_start", torch.as_tensor(action_start))  # what the environment calls choice 0
+        self.sizes = self.action_sizes.flatten().tolist()  # of the K dimensions; their sum is A
+        self.register_buffer("obs_shape", torch.tensor(obs_shape))
+        self.encoder = NatureCNN(obs_shape)
+        self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
+        # gain 0.01: logits start near 0, so the first policy is nearly uniform in every state.
+        self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
+
+    def get_value(self, obs):
+        """(..., *D) uint8 -> (...)"""
+        return self.critic(self.encoder(obs)).squeeze(-1)
+
+    def get_log_probs(self, features, action_mask=None):
+        """features (..., 512), action_mask (..., A) bool or None -> a list of K log-probabilities (..., size)"""
+        logits = self.actor(features)
+        if action_mask is not None:  # not -inf: its probability is 0 as well, but in the entropy 0 * -inf is NaN
+            logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
+        return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
+
+    def get_action_and_value(self, obs, action=None, action_mask=None):
+        """obs (..., *D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
+
+        The distribution is written out: torch.distributions would cost more than these networks do."""
+        features = self.encoder(obs)
+        log_probs = self.get_log_probs(features, action_mask)
+        if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, and the largest sum is a sample
+            action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
+        log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
+        entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)  # in nats
+        return action, log_prob, entropy, self.critic(features).squeeze(-1)
+
+    def to_env_action(self, action):
+        """(..., K), each counted from 0 -> (..., *shape of the action space), counted from the space's start"""
+        action = action.reshape(action.shape[:-1] + self.action_start.shape)
+        return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
+
+    @torch.no_grad()
+    def predict(self, obs, deterministic=True, action_mask=None):
+        """Image(s) (*D) or (N, *D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
+        obs = torch.as_tensor(np.asarray(obs), device=self.obs_shape.device)
+        if list(obs.shape[-3:]) != self.obs_shape.tolist():
+            raise ValueError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
+        if action_mask is not None:
+            action_mask = torch.as_tensor(np.hstack(action_mask), device=obs.device).bool().reshape(*obs.shape[:-3], -1)
+        if deterministic:
+            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(self.encoder(obs), action_mask)], -1)
+        else:
+            action = self.get_action_and_value(obs, action_mask=action_mask)[0]
+        return self.to_env_action(action).cpu().numpy()[()]  # [()]: one Discrete action is a number, not an array
+
+
+# ================================================================================================ advantages and losses
+
+
+def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
+    value of the observation after transition t: after a truncation, that of the final observation of the episode."""
+    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
+    next_values = next_values.masked_fill(terminations, 0.0)
+    deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    # Both kinds of end stop the sum: what comes after belongs to the next episode.
+    decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
+    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
+    for t in reversed(range(len(deltas) - 1)):
+        advantages[t].addcmul_(decays[t], advantages[t + 1])
+    return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
+
+
+@torch.no_grad()
+def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
+    """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
+
+    obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
+    truncated episodes, in the order of truncations.nonzero()."""
+    values = agent.get_value(obs)  # (T, N)
+    next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
+    # After a truncated step, values[t + 1] belongs to the next episode. s_{t+1} is the final observation.
+    next_values[truncations] = agent.get_value(final_obs)
+    return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
+
+
+def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values, mb_advantages, mb_returns):
+    """Loss of a minibatch, and its metrics by name. All (M, ...)."""
+    _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_obs, mb_actions, mb_masks)
+    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
+    ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
+
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
+    # the gain of a step, never its cost.
+    if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
+        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
+
+    value_errors = (new_values - mb_returns).square()
+    if args.clip_vloss:  # keep the new value within clip_coef of the old one; the larger error counts
+        near_values = mb_values + (new_values - mb_values).clamp(-args.clip_coef, args.clip_coef)
+        value_errors = torch.max(value_errors, (near_values - mb_returns).square())
+    value_loss = 0.5 * value_errors.mean()
+
+    # An unbiased estimate of KL(old, new), with an unbiased gradient. The mean of -log_ratio, k1, varies more.
+    approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
+    metrics = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy.mean(),
+        "approx_kl": approx_kl,
+        "old_approx_kl": -log_ratio.mean(),
+        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
+    }
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+
+def explained_variance(values, returns):
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
+
+
+# =============================================================================================================== train
+
+
+def train(args=None, resume=None):
+    """Train an agent. Returns it and its run folder, which is None on ranks above 0.
+
+    resume: the folder of a run to continue, or "latest". Its settings apply, unless args are given."""
+    # --------------------------------------------------------------------------------------------------------- set-up
+    resume = resume and find_run(resume)
+    args = args or (load_args(resume) if resume else Args())
+    check(args)
+    device, rank, num_ranks = start_device(args)
+    T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
+    B, M = T * N, T * N // args.num_minibatches
+    num_iterations = args.total_timesteps // (T * args.num_envs)
+
+    with contextlib.ExitStack() as cleanup:  # whatever ends training
+        envs = cleanup.enter_context(contextlib.closing(make_envs(args, N)))
+        run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)))
+        global_step = run.global_step  # above 0 after --resume
+        # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
+        noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
+        next_obs, infos = envs.reset(seed=env_seed)  # environment n gets env_seed + n
+        torch.manual_seed(noise_seed)
+
+        obs_shape = envs.single_observation_space.shape
+        agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
+        # One vector holds all parameters, and each of them is a view of it: one Adam step serves all layers.
+        flat_parameters = parameters_to_vector(agent.parameters()).detach()
+        vector_to_parameters(flat_parameters, agent.parameters())
+        if num_ranks > 1:
+            dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
+        optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
+        if resume:
+            run.restore(agent, optimizer)
+
+        @torch.no_grad()
+        def act(obs, action_mask):
+            """obs (N, *D), mask (N, A) -> actions (N, K), log_probs (N,), the environments' actions"""
+            # Entropy and value are not used: compiled, they are not computed either.
+            action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
+            return action, log_prob, agent.to_env_action(action)
+
+        def compute_gradient(*minibatch):
+            """tensors (M, ...) -> the gradient of ppo_loss as one vector, and metrics"""
+            loss, metrics = ppo_loss(agent, args, *minibatch)
+            gradients = torch.autograd.grad(loss, list(agent.parameters()))
+            return torch.cat([gradient.flatten() for gradient in gradients]), metrics
+
+        act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
+
+        # ---------------------------------------------------------------------------------------------------- storage
+        obs = torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device)
+        actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # as the policy counts, from 0
+        action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
+        log_probs = torch.zeros(T, N, device=device)
+        # Filled step by step in numpy, which is faster. They go to the device after the rollout.
+        step_rewards = np.zeros((T, N), np.float32)
+        step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+        episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+        frame_numbers = np.zeros(N, dtype=int)  # of the games, counted by ale-py
+
+        for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
+            remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
+
+            # ------------------------------------------------------------------------------------------------ rollout
+            episodes, raw_final_obs = [], []
+            for t in range(T):
+                obs[t].copy_(torch.from_numpy(next_obs), non_blocking=True)  # to a GPU, without waiting for it
+                action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
+                actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
+                next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+                truncated = truncated & ~terminated  # with both set it terminated
+                step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
+                global_step += args.num_envs
+                if truncated.any():  # next_obs belongs to the next episode already
+                    raw_final_obs.extend(infos["final_obs"][truncated])
+                episode_returns += reward
+                episode_lengths += 1
+                over = terminated | truncated
+                if "episode_frame_number" in infos:  # ALE: a lost life terminates too; only a new game counts from 0
+                    over = infos["episode_frame_number"] < frame_numbers
+                    frame_numbers = infos["episode_frame_number"]
+                for n in np.flatnonzero(over):
+                    info = infos["final_info"]["numbers"][n][0] if "numbers" in infos.get("final_info", ()) else {}
+                    episode = {"step": global_step, "return": episode_returns[n], "length": episode_lengths[n]}
+                    episodes.append(episode | {"info": info})
+                    episode_returns[n], episode_lengths[n] = 0, 0
+
+            # --------------------------------------------------------------------------------------------- advantages
+            steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
+            rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
+            if args.clip_reward:
+                rewards = rewards.sign()
+            last_obs = torch.from_numpy(next_obs).to(device)  # (N, *D)
+            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, *D), E truncations
+            final_obs = torch.from_numpy(raw_final_obs).to(device)
+            rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
+            # Before the update: the critic has not learned from these returns yet.
+            scalars = {"losses/explained_variance": explained_variance(values, returns)}
+
+            # ------------------------------------------------------------------------------------------------- update
+            all_metrics, stop_update = [], False
+            for epoch in range(args.update_epochs):
+                if epoch > 0 and args.recompute_advantages:
+                    values, advantages, returns = estimate_advantages(agent, *rollout)
+                permutation = torch.randperm(B).to(device)
+                tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)
+                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
+                for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
+                    gradient, metrics = average_over_ranks(*compute_gradient(*minibatch))
+                    all_metrics.append(metrics)
+                    if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
+                        stop_update = True  # before this minibatch's step
+                        break
+                    flat_parameters.grad = gradient
+                    if args.max_grad_norm > 0:
+                        nn.utils.clip_grad_norm_(flat_parameters, args.max_grad_norm)
+                    optimizer.step()
+                if stop_update:
+                    break
+            if not (np.isfinite(step_rewards).all() and flat_parameters.isfinite().all()):
+                raise UsageError(f"NaN or infinity in rewards or weights: {run.dir} keeps its checkpoint")
+
+            # -------------------------------------------------------------------------------------------- log and save
+            scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.log(global_step, gather_from_ranks(episodes), scalars)
+            run.save(agent, optimizer, now=iteration in (1, num_iterations))
+            if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
+                evaluate(agent, args, episodes=1, video_dir=run.dir / "videos", name=f"step-{global_step}")
+        return agent, run.dir
+
+
+# =============================================================================== services: no PPO from here to the end
+
+
+class UsageError(ValueError):
+    """What a user can mend. `main` prints it in one line and exits with 2."""
+
+
+def check(args):
+    """Refuse settings that cannot work, before anything is created."""
+    if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
+        raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
+    batch_size = args.num_envs * args.num_steps
+    if args.total_timesteps < batch_size:
+        raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
+    if batch_size % args.num_minibatches:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        nearest = sorted(divisors, key=lambda n: abs(n - args.num_minibatches))[:3]
+        text = f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch_size}"
+        raise UsageError(f"{text}, but {sorted(nearest)} do")
+
+
+def start_device(args):
+    """-> device, rank, num_ranks. Under torchrun the processes (ranks) meet, through NCCL on GPUs and gloo on CPUs."""
+    device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN: faster, with a precision of 10 bits
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+    if not dist.is_torchelastic_launched():
+        return device, 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if args.num_envs % num_ranks or args.num_envs // num_ranks * args.num_steps % args.num_minibatches:
+        raise UsageError(f"{num_ranks} processes cannot share --num-envs {args.num_envs} or their minibatches equally")
+    return device, rank, num_ranks
+
+
+def average_over_ranks(gradient, metrics):
+    """The means over all ranks, in one message. They are copies: the next replay of a CUDA graph overwrites results."""
+    message = torch.cat([gradient, torch.stack(list(metrics.values()))])
+    if dist.is_initialized():
+        dist.all_reduce(message)
+        message /= dist.get_world_size()
+    return message[: -len(metrics)], dict(zip(metrics, message[-len(metrics) :].clone()))
+
+
+def gather_from_ranks(episodes):
+    """The episodes of all ranks, in the order of their steps."""
+    lists = [episodes]
+    if dist.is_initialized():
+        lists *= dist.get_world_size()
+        dist.all_gather_object(lists, episodes)
+    return sorted((episode for part in lists for episode in part), key=lambda episode: episode["step"])
+
+
+def compiled(function, args):
+    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef, at most 8
+    times. So schedule a tensor: args.ent_coef = torch.tensor(0.01), and in the loop args.ent_coef.fill_(...)."""
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
+    # The random numbers of eager mode. Instead of Python between the kernels: C++ on a CPU, a CUDA graph on a GPU.
+    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
+    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
+    # Not dynamic: for a number that varies, torch 2.14 has been seen to compute a wrong loss.
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
+
+
+class VectorMember(gym.Wrapper):
+    """One environment of a vector. It seeds the global generators too: with --async-envs, each worker has its own. It
+    drops all infos but masks and the numbers of an episode's last step: merging takes longer than many simulators."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+        obs, info = self.env.reset(seed=seed, options=options)
+        return obs, self.keep_mask(info)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        reward, numbers = np.asarray(reward).item(), {}  # item(): some environments return an array of one number
+        if not (terminated or truncated):
+            return obs, reward, terminated, truncated, self.keep_mask(info)
+        for name, value in info.items():
+            with contextlib.suppress(TypeError, ValueError, OverflowError):  # what is no number, or too large
+                numbers[name] = float(value)
+        obs = np.array(obs)  # a copy: the environment may reuse its array
+        return obs, reward, terminated, truncated, {"numbers": [numbers]}  # a list: gymnasium would merge a dict
+
+    def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
+        return {"action_mask": np.hstack(info["action_mask"])} if "action_mask" in info else {}
+
+
+def make_env(args, **kwargs):
+    """One environment. It shows a game as ale-py's vector of games does, through gymnasium's wrappers."""
+    kwargs = json.loads(args.env_kwargs) | kwargs
+    if "NoFrameskip" in args.env_id:
+        raise UsageError(f"{args.env_id}: Atari games are called ALE/NAME-v5 here")
+    if "ALE/" in args.env_id:
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
+        env = gym.make(args.env_id, **{"frameskip": 1, "repeat_action_probability": 0.0} | kwargs)
+        return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero")
+    env = VectorMember(gym.make(args.env_id, **kwargs))
+    space = env.observation_space
+    if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
+        raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
+    return env
+
+
+def make_envs(args, num_envs):
+    """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
+    of the next one, and the final observation in infos["final_obs"]."""
+    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
+        raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
+    kwargs = json.loads(args.env_kwargs)
+    if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
+        kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
+    make = partial(gym.make_vec, args.env_id, num_envs, **kwargs)
+    same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    try:  # the environment's own vector, stepped in native code, if it has one with this mode
+        envs = make("vector_entry_point", **same_step)
+    except (gym.error.Error, TypeError):
+        make_env(args).close()  # refuses what is no image
+        envs = make("async" if args.async_envs else "sync", wrappers=[VectorMember], vector_kwargs=same_step)
+    if not isinstance(
+        envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
+    ):
+        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
+    return envs
+
+
+def choices(space):
+    """Of an action space: how many choices each dimension has, and the number of the first one"""
+    if isinstance(space, gym.spaces.MultiBinary):
+        return np.full(space.shape, 2), np.zeros(space.shape, space.dtype)
+    return space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, space.start
+
+
+def read_masks(infos, sizes):
+    """infos["action_mask"] of a vector of environments -> (N, A) bool. Where it is missing, every choice is allowed."""
+    given = infos["_action_mask"]  # bool (N,), from gymnasium: the environments that gave one
+    masks = torch.ones(len(given), sum(sizes), dtype=torch.bool)
+    masks[torch.from_numpy(given)] = torch.from_numpy(np.stack(infos["action_mask"][given]).astype(bool))
+    if not all(mask.any(-1).all() for mask in masks.split(sizes, -1)):
+        raise UsageError('infos["action_mask"] forbids every choice in some dimension of the action')
+    return masks
+
+
+class Run:
+    """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
+    wandb and the progress bar. Rank 0 writes for all ranks: on the others every method does nothing."""
+
+    def __init__(self, args, total_steps, resume=None, rank=0):
+        name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+        self.args, self.total_steps = args, total_steps
+        if rank > 0:
+            self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
+            self.global_step = self.checkpoint.get("global_step", 0)
+            self.log = self.save = self.close = lambda *arguments, **options: None
+            return
+        self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"the run folder cannot be made: {error}") from None
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise UsageError(f"another process is training in {self.dir}") from None
+        self.checkpoint = load_checkpoint(self.dir) if resume else {}
+        self.global_step = self.checkpoint.get("global_step", 0)
+        (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
+        if args.track:
+            import wandb
+
+            # A resumed run continues the same run of wandb. A sweep chooses the id, otherwise it is the folder's name.
+            run_id = self.checkpoint.get("wandb_id") or self.dir.name
+            options = {"resume": "allow", "reinit": "create_new", "dir": self.dir, "save_code": True}
+            names = {"name": self.dir.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
+        # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
+        self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
+        rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
+        self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
+        if resume:
+            os.truncate(self.dir / "episodes.csv", self.checkpoint["episodes_size"])
+        self.episodes_file = (self.dir / "episodes.csv").open("a", newline="\n")
+        if not resume:
+            self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
+        self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
+        self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
+        self.last_log = self.last_save = time.monotonic()
+        what = "finished: raise --total-timesteps" if self.global_step >= total_steps else ""
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,} {what or 'compiling' * args.compile}")
+        self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
+
+    def restore(self, agent, optimizer):
+        """--resume: give agent and optimizer the state of the checkpoint."""
+        state = self.checkpoint["agent"]
+        for name, array in agent.named_buffers():
+            if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
+                raise UsageError(f"{self.args.env_id} has another {name} than the checkpoint in {self.dir}")
+        agent.load_state_dict(state)
+        optimizer.load_state_dict(self.checkpoint["optimizer"])
+
+    def log(self, global_step, episodes, scalars):
+        """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
+        scalars: {name: number or tensor ()}"""
+        now, text = time.monotonic(), "no whole episode yet"
+        for x in episodes:
+            self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
+            self.recent_returns.append(float(x["return"]))
+        if episodes:
+            scalars["charts/episodic_return"] = np.mean([x["return"] for x in episodes])
+            scalars["charts/episodic_length"] = np.mean([x["length"] for x in episodes])
+        for name in {name for x in episodes for name in x["info"]}:
+            scalars[f"info/{name}"] = np.mean([x["info"][name] for x in episodes if name in x["info"]])
+        if self.recent_returns:
+            scalars["charts/last_100_return"] = np.mean(self.recent_returns)
+            text = f"return {scalars['charts/last_100_return']:.1f}"
+        scalars["charts/SPS"] = (global_step - self.global_step) / (now - self.last_log)
+        scalars = {name: float(value) for name, value in scalars.items()}
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, global_step)
+        if self.args.track:
+            self.wandb.log(scalars | {"global_step": global_step}, step=global_step)
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(global_step - self.global_step)
+        if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
+            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
+        self.last_log, self.global_step = now, global_step
+
+    def save(self, agent, optimizer, now):
+        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Not now: only if it is due."""
+        if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
+            return
+        self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
+        self.writer.flush()
+        self.last_save = time.monotonic()
+        checkpoint = {
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "args": vars(self.args),
+            "global_step": self.global_step,
+            "seconds": self.last_save - self.start_time,
+            "episodes_size": self.episodes_file.tell(),
+            "recent_returns": list(self.recent_returns),
+            "wandb_id": self.wandb.id if self.args.track else None,
+        }
+        torch.save(checkpoint, self.dir / "checkpoint.tmp")
+        os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        self.lock.release()
+        if self.args.track:
+            self.wandb.finish()
+        if self.recent_returns:
+            say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
+        env_id = f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        if self.global_step < self.total_steps:
+            say(f"stopped; to continue: python {Path(__file__).name} --resume {self.dir}{env_id}")
+
+
+def say(text):
+    with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
+        print(text, flush=True)
+
+
+def find_run(name, runs_dir="runs"):
+    """The path of a run folder. latest: the one with the newest checkpoint among the runs of this script."""
+    if name != "latest":
+        return Path(name).expanduser()
+    folders = [path.parent for path in Path(runs_dir).expanduser().glob(f"*/{Path(__file__).name}")]
+    folders = [folder for folder in folders if (folder / "checkpoint.pt").exists()]
+    if not folders:
+        raise UsageError(f"no run of {Path(__file__).name} in {runs_dir}: name a run folder, or add --runs-dir")
+    return max(folders, key=lambda folder: (folder / "checkpoint.pt").stat().st_mtime)
+
+
+def load_checkpoint(run_dir):
+    """What Run.save saved, on the CPU. No code in the file can run."""
+    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
+
+
+def load_args(run_dir):
+    """The settings of a run."""
+    return Args(**load_checkpoint(run_dir)["args"])
+
+
+def load_agent(run_dir):
+    """The trained agent of a run folder, with its statistics: load_agent("runs/NAME").predict(obs) is an action."""
+    state = load_checkpoint(run_dir)["agent"]
+    agent = Agent(state["obs_shape"].tolist(), state["action_sizes"], state["action_start"], load_args(run_dir))
+    agent.load_state_dict(state)
+    return agent
+
+
+def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
+    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change."""
+    episodic_returns = np.zeros(episodes)
+    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # training must not notice it
+        cleanup.callback(random.setstate, random.getstate())
+        cleanup.callback(np.random.set_state, np.random.get_state())
+        env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy may never end an episode
+        if video_dir:
+            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
+        cleanup.enter_context(env)  # closes it, which writes the last video
+        for episode in range(episodes):
+            obs, info = env.reset(seed=args.seed + episode)
+            if "ALE/" in args.env_id and env.unwrapped.get_action_meanings()[1] == "FIRE":
+                obs, *_ = env.step(1)  # as ale-py's vector, whose FIRE takes 1 frame; here it is a step of 4
+            ended = False
+            while not ended:
+                action = agent.predict(obs, args.eval_deterministic, info.get("action_mask"))
+                obs, reward, terminated, truncated, info = env.step(action)
+                episodic_returns[episode] += reward
+                ended = terminated or truncated
+    return episodic_returns
+
+
+def parse_args(words, default=None):
+    """Command line -> Args. Besides tyro's syntax, what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    and 1e6 for an integer. Text stays as it was given."""
+    default, argv, flag = default or Args(), [], ""
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        current = getattr(default, flag[2:].replace("-", "_"), None)
+        if isinstance(current, bool) and value in ("True", "False"):
+            word = flag if value == "True" else f"--no-{flag[2:]}"
+        elif isinstance(current, int) and not value.isdecimal():
+            with contextlib.suppress(ValueError):  # not a number: tyro says so
+                word = f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+        elif isinstance(current, tuple) and value.startswith("["):
+            argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
+            continue
+        argv.append(word)
+    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nChoices")[0])
+
+
+def main():
+    warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
+    with contextlib.suppress(ImportError):  # else mujoco 4 prints a warning for each of the 100 HalfCheetahs
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
+    warnings.filterwarnings("ignore", r"\s*Online softmax")  # of torch.compile on CUDA, which users cannot act on
+    sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument("--preset", choices=PRESETS)
+    one_of.add_argument("--resume")
+    one_of.add_argument("--evaluate")
+    command, words = parser.parse_known_args()
+    run_dir = command.resume or command.evaluate
+    if run_dir:  # the settings of that run apply, except those given again
+        run_dir = find_run(run_dir, parse_args(words).runs_dir)
+    args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs its code
+        raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
+    if not command.evaluate:
+        train(args, run_dir)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    video_dir = run_dir / "videos" if args.capture_video else None
+    returns = evaluate(load_agent(run_dir), args, args.eval_episodes, video_dir)
+    print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
+    print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (UsageError, gym.error.UnregisteredEnv, gym.error.DependencyNotInstalled) as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
