@@ -205,7 +205,7 @@ def run_here(jobs, at_once, gpus):
     def request_stop(number, frame):
         stop.set()
         for child in list(children):
-            child.send_signal(number)
+            child.send_signal(signal.SIGINT)  # also for SIGTERM, so that the script says how to continue
 
     before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     bar = {"unit": "step", "unit_scale": True, "disable": None}  # on a terminal only

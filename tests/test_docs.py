@@ -1,5 +1,6 @@
 """What README and docs/ say is so: commands, snippets, tables, links."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -8,11 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-
-import ppo_continuous
-import ppo_discrete
-import ppo_rnn
+from conftest import ROOT, SCRIPTS
 
 README = (ROOT / "README.md").read_text()
 DOCS = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}  # notes/ are not kept up to date
@@ -33,14 +30,20 @@ def test_pages_link_to_each_other(tmp_path):
         assert (ROOT / link).exists(), link
 
 
-def test_commands_have_the_flags_they_use(script):
+@pytest.mark.parametrize("name", [*SCRIPTS, "ppo_atari"])
+def test_commands_have_the_flags_they_use(name, monkeypatch):
     """Every command line of the script in README, in docs/ and in its docstring parses, torchrun's too."""
+    monkeypatch.syspath_prepend(ROOT / "variants")
+    script = importlib.import_module(name)
     starts = r"(?:python|torchrun [^\n`]*?)"
-    commands = re.findall(rf"{starts} {script.__name__}\.py((?! FLAGS)[^\n#&`]*)", PAGES + script.__doc__)
+    commands = re.findall(rf"{starts} (?:variants/)?{name}\.py((?! FLAGS)[^\n#&;`]*)", PAGES + script.__doc__)
     assert len(commands) >= 6
     for command in commands:
         if "--help" not in command:
-            script.parse_args(shlex.split(command))
+            words = re.sub(r"--(resume|evaluate) \S+", "", command)  # which main takes out
+            if preset := re.search(r"--preset (\w+)", words):
+                assert preset[1] in script.PRESETS
+            script.parse_args(shlex.split(re.sub(r"--preset \w+", "", words)))
 
 
 def test_commands_of_the_benchmark_parse():
@@ -67,17 +70,18 @@ def test_commands_of_the_benchmark_parse():
                 assert (ROOT / args.sweep).is_file()
 
 
-def test_table_of_defaults():
-    """That of docs/choices.md, for the three scripts and for ALE games."""
+def test_table_of_defaults(monkeypatch):
+    """That of docs/choices.md. A cell is blank where a script has no such flag."""
+    monkeypatch.syspath_prepend(ROOT / "variants")
     rows = re.findall(r"^\| `--([\w-]+)` \| (.*) \|$", DOCS["choices"], re.M)
     assert len(rows) == 20
-    columns = ppo_continuous.Args, ppo_discrete.Args, ppo_discrete.Args(**ppo_discrete.ATARI), ppo_rnn.Args
+    columns = [importlib.import_module(name).Args for name in (*SCRIPTS[:2], "ppo_atari", "ppo_rnn")]
     for name, cells in rows:
         for args, cell in zip(columns, cells.split(" | "), strict=True):
-            shown = {"on": True, "off": False, "none": None, "64 64": (64, 64)}
-            assert getattr(args, name.replace("-", "_")) == (shown[cell] if cell in shown else float(cell)), name
-    memory = ppo_rnn.Args
-    assert (memory.cell, memory.hidden_size, memory.separate_critic_rnn) == ("lstm", 128, False)
+            shown = {"on": True, "off": False, "none": None, "64 64": (64, 64), "": "no such flag"}
+            value = getattr(args, name.replace("-", "_"), "no such flag")
+            assert value == (shown[cell] if cell in shown else float(cell)), name
+    assert (columns[3].cell, columns[3].hidden_size) == ("lstm", 128)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)

@@ -50,7 +50,7 @@ def test_sweeps(path):
                 create_sweep_command_args({"args": {k: {"value": v} for k, v in chosen.items()}})[form]
             )
             assert {name: getattr(args, name) for name in chosen} == chosen
-            script.check_args(args)
+            script.check(args)
     defaults = vars(script.Args())
     for name, spec in specs.items():
         if "values" in spec:

@@ -5,8 +5,8 @@
 Answer (results/learning.csv, five seeds each, before the scripts were rebuilt): yes, within the noise of five seeds.
 HalfCheetah 2,484, CleanRL 2,035. CartPole 500, CleanRL 490.
 
-PATH is a checkout of CleanRL, as for speed.py. A run's figure is the mean raw return of its last 100 training episodes,
-read from its TensorBoard events. Rows are written to results/learning.csv as runs finish; docs/results.md has them. A
+PATH is a checkout of CleanRL, as for speed.py. A run's figure is the mean raw return of its last 100 training episodes:
+from episodes.csv, CleanRL's from its TensorBoard events. Rows are written to results/learning.csv as runs finish; docs/results.md has them. A
 run that has its row is not repeated.
 """
 
@@ -38,9 +38,11 @@ def last_100_mean(command):
         if done.returncode:
             raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")
         (run_dir,) = Path(folder, "runs").iterdir()
-        events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-        name = "charts/episodic_return"
-        returns = [event.value for event in events.Scalars(name)] if name in events.Tags()["scalars"] else []
+        returns = [float(row["episodic_return"]) for row in read_csv(run_dir / "episodes.csv")]
+        if not returns:  # CleanRL's
+            events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+            name = "charts/episodic_return"
+            returns = [event.value for event in events.Scalars(name)] if name in events.Tags()["scalars"] else []
     if len(returns) < 100:
         raise SystemExit(f"{command}: only {len(returns)} episodes, 100 are needed: give more --steps")
     return np.mean(returns[-100:])
