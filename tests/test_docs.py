@@ -71,14 +71,14 @@ def test_commands_of_the_benchmark_parse():
 
 
 def test_table_of_defaults(monkeypatch):
-    """That of docs/choices.md. A cell is blank where a script has no such flag."""
+    """That of docs/choices.md. A dash stands for no such flag."""
     monkeypatch.syspath_prepend(ROOT / "variants")
     rows = re.findall(r"^\| `--([\w-]+)` \| (.*) \|$", DOCS["choices"], re.M)
     assert len(rows) == 20
     columns = [importlib.import_module(name).Args for name in (*SCRIPTS[:2], "ppo_atari", "ppo_rnn")]
     for name, cells in rows:
         for args, cell in zip(columns, cells.split(" | "), strict=True):
-            shown = {"on": True, "off": False, "none": None, "64 64": (64, 64), "": "no such flag"}
+            shown = {"on": True, "off": False, "none": None, "64 64": (64, 64), "-": "no such flag"}
             value = getattr(args, name.replace("-", "_"), "no such flag")
             assert value == (shown[cell] if cell in shown else float(cell)), name
     assert (columns[3].cell, columns[3].hidden_size) == ("lstm", 128)
