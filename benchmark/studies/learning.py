@@ -6,8 +6,8 @@ Answer (results/learning.csv, five seeds each, before the scripts were rebuilt):
 HalfCheetah 2,484, CleanRL 2,035. CartPole 500, CleanRL 490.
 
 PATH is a checkout of CleanRL, as for speed.py. A run's figure is the mean raw return of its last 100 training episodes:
-from episodes.csv, CleanRL's from its TensorBoard events. Rows are written to results/learning.csv as runs finish; docs/results.md has them. A
-run that has its row is not repeated.
+from episodes.csv, CleanRL's from its TensorBoard events. Rows are written to results/learning.csv as runs finish;
+docs/results.md has them. A run that has its row is not repeated.
 """
 
 import dataclasses
