@@ -89,7 +89,7 @@ def test_suite_goes_on(tmp_path, main, monkeypatch):
 
 
 def test_suite_stops_and_waits_for_orphans(tmp_path, main):
-    """SIGTERM: the runs stop and say how to continue. Beside another suite's orphan a suite waits: nothing runs twice."""
+    """SIGTERM: the runs stop and say how to continue. A suite beside another's orphan waits: nothing runs twice."""
     words = words_of(tmp_path, "--seeds=1", steps=40_000)
 
     def stop_when_saved():
