@@ -1,5 +1,6 @@
 """What the tests of recipes/ share: scripts with recipes applied, small runs, agents, environments."""
 
+import copy
 import csv
 import functools
 import importlib.util
@@ -168,3 +169,63 @@ class Wanderer(gym.Env):
 
 
 gym.register("Wanderer-v0", Wanderer, max_episode_steps=50)
+
+
+class TwoSenses(gym.Env):
+    """One step per episode. The image tells the first bit of the right action of four, the vector the second one."""
+
+    observation_space = gym.spaces.Dict(
+        image=gym.spaces.Box(0, 255, (37, 36, 3), np.uint8), vector=gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    )
+    action_space = gym.spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.first, self.second = self.np_random.integers(2, size=2)
+        image = self.np_random.integers(100, size=(37, 36, 3)) + 100 * self.first
+        self.obs = {"image": image.astype(np.uint8), "vector": np.array([1000.0, -5.0, 1.0]) + self.second}
+        return self.obs, {}
+
+    def step(self, action):
+        return copy.deepcopy(self.obs), float(action == 2 * self.first + self.second), True, False, {}
+
+
+gym.register("TwoSenses-v0", TwoSenses)
+
+
+class ThreeAgents:
+    """PettingZoo's parallel interface, written out. Observed are the agent's number k, the time and a number of the
+    game, which its seed gives. Agent k earns 10 k for playing action k - 1, otherwise k. The third one leaves after two
+    steps. The game ends after four, by a time limit for the first and for good for the second."""
+
+    possible_agents = ["one", "two", "three"]  # noqa: RUF012
+    played = []  # noqa: RUF012
+
+    def observation_space(self, name):
+        return gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def action_space(self, name):
+        return gym.spaces.Discrete(3)
+
+    def observe(self):
+        return {x: np.float32([self.possible_agents.index(x) + 1, self.time, self.number]) for x in self.agents}
+
+    def reset(self, seed=None, options=None):
+        self.number = self.number + 0.5 if seed is None else seed % 1000
+        self.agents, self.time = list(self.possible_agents), 0
+        return self.observe(), {name: {} for name in self.agents}
+
+    def step(self, actions):
+        assert list(actions) == self.agents
+        self.time += 1
+        obs, number = self.observe(), {name: k + 1 for k, name in enumerate(self.possible_agents)}
+        rewards = {x: number[x] * (10.0 if action == number[x] - 1 else 1.0) for x, action in actions.items()}
+        ended = {"one": False, "two": self.time == 4, "three": self.time == 2}
+        truncated = {"one": self.time == 4, "two": False, "three": False}
+        flags = [{name: flag[name] for name in self.agents} for flag in (ended, truncated)]
+        self.agents = [name for name in self.agents if not ended[name] and not truncated[name]]
+        return obs, rewards, *flags, {name: {} for name in obs}
+
+
+parallel_env = ThreeAgents
+GAME = "recipes:parallel_env"

@@ -90,44 +90,6 @@ def test_self_play(tmp_path):
     assert sorted(met()) == [6, 9]
 
 
-class ThreeAgents:
-    """PettingZoo's parallel interface, written out. Observed are the agent's number k, the time and a number of the
-    game, which its seed gives. Agent k earns 10 k for playing action k - 1, otherwise k. The third one leaves after two
-    steps. The game ends after four, by a time limit for the first and for good for the second."""
-
-    possible_agents = ["one", "two", "three"]  # noqa: RUF012
-    played = []  # noqa: RUF012
-
-    def observation_space(self, name):
-        return gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-
-    def action_space(self, name):
-        return gym.spaces.Discrete(3)
-
-    def observe(self):
-        return {x: np.float32([self.possible_agents.index(x) + 1, self.time, self.number]) for x in self.agents}
-
-    def reset(self, seed=None, options=None):
-        self.number = self.number + 0.5 if seed is None else seed % 1000
-        self.agents, self.time = list(self.possible_agents), 0
-        return self.observe(), {name: {} for name in self.agents}
-
-    def step(self, actions):
-        assert list(actions) == self.agents
-        self.time += 1
-        obs, number = self.observe(), {name: k + 1 for k, name in enumerate(self.possible_agents)}
-        rewards = {x: number[x] * (10.0 if action == number[x] - 1 else 1.0) for x, action in actions.items()}
-        ended = {"one": False, "two": self.time == 4, "three": self.time == 2}
-        truncated = {"one": self.time == 4, "two": False, "three": False}
-        flags = [{name: flag[name] for name in self.agents} for flag in (ended, truncated)]
-        self.agents = [name for name in self.agents if not ended[name] and not truncated[name]]
-        return obs, rewards, *flags, {name: {} for name in obs}
-
-
-parallel_env = ThreeAgents
-GAME = "test_recipes_games:parallel_env"
-
-
 def test_agents_are_columns():
     """Two games of three agents, as six columns, against what the game's description says."""
     script = with_recipes("ppo_discrete", "shared_parameters")

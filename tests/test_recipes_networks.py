@@ -37,28 +37,6 @@ def test_image_box_shows_images_to_the_nature_cnn(tmp_path, watch):
     assert len(torch.unique(images[:, 0, 0, 0])) > 1 and (images.float().std(dim=(1, 2, 3)) == 0).all()
 
 
-class TwoSenses(gym.Env):
-    """One step per episode. The image tells the first bit of the right action of four, the vector the second one."""
-
-    observation_space = gym.spaces.Dict(
-        image=gym.spaces.Box(0, 255, (37, 36, 3), np.uint8), vector=gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
-    )
-    action_space = gym.spaces.Discrete(4)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.first, self.second = self.np_random.integers(2, size=2)
-        image = self.np_random.integers(100, size=(37, 36, 3)) + 100 * self.first
-        self.obs = {"image": image.astype(np.uint8), "vector": np.array([1000.0, -5.0, 1.0]) + self.second}
-        return self.obs, {}
-
-    def step(self, action):
-        return copy.deepcopy(self.obs), float(action == 2 * self.first + self.second), True, False, {}
-
-
-gym.register("TwoSenses-v0", TwoSenses)
-
-
 def test_dict_observations(tmp_path):
     """Both parts are learned from: one alone would tell half of the bits, and 1/2 is the best return then. An
     observation is bytes: those of the image as it is, those of the vector normalised."""
