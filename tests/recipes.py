@@ -232,7 +232,7 @@ class ThreeAgents:
         return {x: np.float32([self.possible_agents.index(x) + 1, self.time, self.number]) for x in self.agents}
 
     def reset(self, seed=None, options=None):
-        self.number = self.number + 0.5 if seed is None else seed % 1000
+        self.number = (self.number + 0.5 if seed is None else seed) % 10
         self.agents, self.time = list(self.possible_agents), 0
         return self.observe(), {name: {} for name in self.agents}
 

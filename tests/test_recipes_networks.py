@@ -50,7 +50,7 @@ def test_dict_observations(tmp_path):
     stays as it is, the vector is normalized."""
     script = with_recipes("ppo_discrete", "dict_observations")
     args = script.Args(**SMALL | {"num_envs": 16, "num_steps": 4, "num_minibatches": 1, "update_epochs": 5})
-    args = dataclasses.replace(args, env_id="TwoSenses-v0", total_timesteps=640, runs_dir=str(tmp_path))
+    args = dataclasses.replace(args, env_id="TwoSenses-v0", total_timesteps=1280, runs_dir=str(tmp_path))
     agent, run_dir = script.train(args)
     assert script.evaluate(script.load_agent(run_dir), args, 40).mean() > 0.8
 
