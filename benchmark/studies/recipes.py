@@ -1,7 +1,7 @@
 """Question: what does a recipe change?
 
     python benchmark/studies/recipes.py                   # all that have a case below, three seeds: hours on a CPU
-    python benchmark/studies/recipes.py gsde dual_clip    # these; a run that has its row, of any commit, is not repeated
+    python benchmark/studies/recipes.py gsde dual_clip    # these; a run with a row, of any commit, is not repeated
     python benchmark/studies/recipes.py --write           # Result lines of recipes/*.diff, and their table
 
 Answer (recipes.csv): recipes/README.md has it, recipe by recipe. Three seeds show that a recipe learns, and
