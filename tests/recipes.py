@@ -151,6 +151,28 @@ class Picture(gym.Env):
 gym.register("recipes/Picture-v0", Picture, max_episode_steps=5)
 
 
+class Flash(gym.Env):
+    """The first image is bright on one side, the second one is dark. Then the side has to be named."""
+
+    observation_space = gym.spaces.Box(0, 255, (3, 36, 40), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.side, self.steps = int(self.np_random.integers(2)), 0
+        image = np.zeros((3, 36, 40), np.uint8)
+        image[..., 20 * self.side : 20 * self.side + 20] = 255
+        return image, {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = float(self.steps == 2 and action == self.side)
+        return np.zeros((3, 36, 40), np.uint8), reward, self.steps == 2, False, {}
+
+
+gym.register("recipes/Flash-v0", Flash)
+
+
 class Counted(self_play_envs.TicTacToe):
     """It also asserts that a cell is free, for both players, and remembers its opponents."""
 

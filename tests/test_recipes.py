@@ -39,8 +39,10 @@ DISCRETE = {
     "self_play": ("Counted-v0", {"opponent_interval": 4}),
     "shared_parameters": ("recipes:parallel_env", {"num_envs": 6}),
 }
+RNN = {"images_with_memory": ("recipes/Flash-v0", {"num_steps": 4})}
 ALL_SCRIPTS = ["clip_only_value_loss", "dual_clip", "time_limits_as_ends"]
 PATCHED = [("ppo_continuous", name) for name in CONTINUOUS] + [("ppo_discrete", name) for name in DISCRETE]
+PATCHED += [("ppo_rnn", "images_with_memory")]
 PATCHED += [(script, name) for name in ALL_SCRIPTS for script in SCRIPTS]
 
 
@@ -75,7 +77,7 @@ def test_trains_resumes_and_loads(tmp_path, script, name):
     """Ten iterations and two more after a resumption. The ratio of every first minibatch is 1: none is clipped, though
     clipping begins 1e-4 from it. The saved agent acts."""
     module = with_recipes(script, name)
-    env_id, changes = (CONTINUOUS | DISCRETE).get(name, (REAL_ENV[script], {"clip_vloss": True}))
+    env_id, changes = (CONTINUOUS | DISCRETE | RNN).get(name, (REAL_ENV[script], {"clip_vloss": True}))
     args = module.Args(env_id=env_id, runs_dir=str(tmp_path), **(SMALL | changes))
     steps = 10 * args.num_envs * args.num_steps
     first = {"clip_coef": 1e-4, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": steps}

@@ -1,4 +1,5 @@
-"""Recipes about networks and what they see: image_box, dict_observations, privileged_critic, layer_norm."""
+"""Recipes about networks and what they see: image_box, images_with_memory,
+dict_observations, privileged_critic, layer_norm."""
 
 import dataclasses
 
@@ -43,6 +44,36 @@ def test_image_box_shows_images_to_the_nature_cnn(tmp_path, watch):
     assert len(torch.unique(images[:, 0, 0, 0])) > 1 and (images.float().std(dim=(1, 2, 3)) == 0).all()
     with pytest.raises(module.UsageError, match="images of at least 36 x 36"):
         module.train(module.Args(env_id="InvertedPendulum-v4", runs_dir=str(tmp_path)))
+
+
+def test_images_with_memory(tmp_path, watch):
+    """The task is learned, of which memory alone knows the answer. The replay of a rollout equals step by step. The
+    gradient reaches the CNN. Images are stored as they are."""
+    script = with_recipes("ppo_rnn", "images_with_memory")
+    changes = {"num_envs": 16, "num_steps": 8, "total_timesteps": 3840, "num_minibatches": 2, "update_epochs": 4}
+    changes |= {"hidden_size": 32, "learning_rate": 1e-3, "env_id": "recipes/Flash-v0"}
+    minibatches = watch(script, "replay_rollout")
+    args = script.Args(**SMALL | changes, runs_dir=str(tmp_path))
+    agent, run_dir = script.train(args)
+    assert script.evaluate(script.load_agent(run_dir), args, 20).mean() > 0.9
+    images = minibatches[0][0][1]
+    assert (
+        images.dtype == torch.uint8 and images.shape == (9, 16, 3, 36, 40) and 0.2 < images.float().mean() / 255 < 0.3
+    )
+
+    torch.manual_seed(0)
+    images = torch.randint(256, (6, 4, 3, 36, 40), dtype=torch.uint8)
+    starts, first_state = torch.rand(6, 4) < 0.3, torch.randn(4, agent.memory.state_size)
+    state, by_step = first_state, []
+    for obs, start in zip(images, starts):
+        features, state = agent.memory.step(obs, state.masked_fill(start.unsqueeze(-1), 0.0))
+        by_step.append(features)
+    features = agent.memory.replay(images, starts, first_state)
+    torch.testing.assert_close(features, torch.stack(by_step), rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad(features.sum(), list(agent.memory.encoder.parameters()))
+    assert all((gradient != 0).any() for gradient in gradients)
+    with pytest.raises(ValueError, match="3, 36, 40"):
+        agent.predict(np.zeros((36, 40, 3), np.uint8))
 
 
 def test_dict_observations(tmp_path):
