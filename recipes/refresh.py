@@ -30,7 +30,7 @@ def split(text):
 
 
 def changes(folder):
-    return git("diff", "--full-index", "--", "*.py", cwd=folder).stdout
+    return git("diff", "--full-index", "--", "ppo_*.py", "variants/*.py", cwd=folder).stdout
 
 
 def refresh(path):

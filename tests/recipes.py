@@ -1,5 +1,6 @@
 """What the tests of recipes/ share: scripts with recipes applied, small runs, agents, environments."""
 
+import copy
 import csv
 import functools
 import importlib.util
@@ -85,6 +86,27 @@ def minibatch(size=32, obs_size=3, action_size=2):
     return torch.randn(size, obs_size), torch.rand(size, action_size), log_probs, values, advantages, returns
 
 
+class Outputs:
+    """Stands in for an agent, whose log-probabilities and values are given."""
+
+    def __init__(self, log_probs, values):
+        self.outputs = log_probs, torch.zeros_like(values), values
+
+    def get_action_and_value(self, obs, action, *masks):
+        return action, *self.outputs
+
+
+def loss_of(module, log_ratio=None, advantages=None, new_values=None, old_values=None, returns=None, **args):
+    """ppo_loss and its metrics; what is not given is 0."""
+    given = log_ratio, advantages, new_values, old_values, returns
+    zeros = torch.zeros_like(next(x for x in given if x is not None))
+    log_ratio, advantages, new_values, old_values, returns = (zeros if x is None else x for x in given)
+    args = module.Args(**{"norm_adv": False, "kl_coef": 0.0, "vf_coef": 1.0} | args)
+    masks = [] if module.__name__.startswith("ppo_continuous") else [None]
+    minibatch = zeros, old_values, advantages, returns
+    return module.ppo_loss(Outputs(log_ratio, new_values), args, None, None, *masks, *minibatch)
+
+
 class TwoViews(gym.Env):
     """The return is what only the critic sees, minus the squared distance of the action from half the policy's view."""
 
@@ -129,6 +151,28 @@ class Picture(gym.Env):
 gym.register("recipes/Picture-v0", Picture, max_episode_steps=5)
 
 
+class Flash(gym.Env):
+    """The first image is bright on one side, the second one is dark. Then the side has to be named."""
+
+    observation_space = gym.spaces.Box(0, 255, (3, 36, 40), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.side, self.steps = int(self.np_random.integers(2)), 0
+        image = np.zeros((3, 36, 40), np.uint8)
+        image[..., 20 * self.side : 20 * self.side + 20] = 255
+        return image, {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = float(self.steps == 2 and action == self.side)
+        return np.zeros((3, 36, 40), np.uint8), reward, self.steps == 2, False, {}
+
+
+gym.register("recipes/Flash-v0", Flash)
+
+
 class Counted(self_play_envs.TicTacToe):
     """It also asserts that a cell is free, for both players, and remembers its opponents."""
 
@@ -168,3 +212,63 @@ class Wanderer(gym.Env):
 
 
 gym.register("Wanderer-v0", Wanderer, max_episode_steps=50)
+
+
+class TwoSenses(gym.Env):
+    """One step per episode. The image tells the first bit of the right action of four, the vector the second one."""
+
+    observation_space = gym.spaces.Dict(
+        image=gym.spaces.Box(0, 255, (37, 36, 3), np.uint8), vector=gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    )
+    action_space = gym.spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.first, self.second = self.np_random.integers(2, size=2)
+        image = self.np_random.integers(100, size=(37, 36, 3)) + 100 * self.first
+        self.obs = {"image": image.astype(np.uint8), "vector": np.array([1000.0, -5.0, 1.0]) + self.second}
+        return self.obs, {}
+
+    def step(self, action):
+        return copy.deepcopy(self.obs), float(action == 2 * self.first + self.second), True, False, {}
+
+
+gym.register("TwoSenses-v0", TwoSenses)
+
+
+class ThreeAgents:
+    """PettingZoo's parallel interface, written out. Observed are the agent's number k, the time and a number of the
+    game, which its seed gives. Agent k earns 10 k for playing action k - 1, otherwise k. The third one leaves after two
+    steps. The game ends after four, by a time limit for the first and for good for the second."""
+
+    possible_agents = ["one", "two", "three"]  # noqa: RUF012
+    played = []  # noqa: RUF012
+
+    def observation_space(self, name):
+        return gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def action_space(self, name):
+        return gym.spaces.Discrete(3)
+
+    def observe(self):
+        return {x: np.float32([self.possible_agents.index(x) + 1, self.time, self.number]) for x in self.agents}
+
+    def reset(self, seed=None, options=None):
+        self.number = (self.number + 0.5 if seed is None else seed) % 10
+        self.agents, self.time = list(self.possible_agents), 0
+        return self.observe(), {name: {} for name in self.agents}
+
+    def step(self, actions):
+        assert list(actions) == self.agents
+        self.time += 1
+        obs, number = self.observe(), {name: k + 1 for k, name in enumerate(self.possible_agents)}
+        rewards = {x: number[x] * (10.0 if action == number[x] - 1 else 1.0) for x, action in actions.items()}
+        ended = {"one": False, "two": self.time == 4, "three": self.time == 2}
+        truncated = {"one": self.time == 4, "two": False, "three": False}
+        flags = [{name: flag[name] for name in self.agents} for flag in (ended, truncated)]
+        self.agents = [name for name in self.agents if not ended[name] and not truncated[name]]
+        return obs, rewards, *flags, {name: {} for name in obs}
+
+
+parallel_env = ThreeAgents
+GAME = "recipes:parallel_env"

@@ -10,7 +10,7 @@ from conftest import SMALL
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 
 from benchmark import sparse_envs
-from recipes import TEN, Counted, episodes, flat, quick_compile, with_recipes
+from recipes import GAME, TEN, Counted, episodes, flat, quick_compile, with_recipes
 
 
 def test_rnd(tmp_path, watch, monkeypatch):
@@ -86,75 +86,38 @@ def test_self_play(tmp_path):
     assert Counted.moves[1.0] >= 640 and Counted.moves[-1.0] > 500
     assert list(dict.fromkeys(met())) == [None, 3, 6, 9] and met()[-2:] == [6, 9]
     Counted.players.clear()
-    script.train(dataclasses.replace(args, total_timesteps=704, resume=str(run_dir)))
+    script.train(dataclasses.replace(args, total_timesteps=704), resume=run_dir)
     assert sorted(met()) == [6, 9]
-
-
-class ThreeAgents:
-    """PettingZoo's parallel interface, written out. Observed are the agent's number k, the time and a number of the
-    game, which its seed gives. Agent k earns 10 k for playing action k - 1, otherwise k. The third one leaves after two
-    steps. The game ends after four, by a time limit for the first and for good for the second."""
-
-    possible_agents = ["one", "two", "three"]  # noqa: RUF012
-    played = []  # noqa: RUF012
-
-    def observation_space(self, name):
-        return gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-
-    def action_space(self, name):
-        return gym.spaces.Discrete(3)
-
-    def observe(self):
-        return {x: np.float32([self.possible_agents.index(x) + 1, self.time, self.number]) for x in self.agents}
-
-    def reset(self, seed=None, options=None):
-        self.number = self.number + 0.5 if seed is None else seed % 1000
-        self.agents, self.time = list(self.possible_agents), 0
-        return self.observe(), {name: {} for name in self.agents}
-
-    def step(self, actions):
-        assert list(actions) == self.agents
-        self.time += 1
-        obs, number = self.observe(), {name: k + 1 for k, name in enumerate(self.possible_agents)}
-        rewards = {x: number[x] * (10.0 if action == number[x] - 1 else 1.0) for x, action in actions.items()}
-        ended = {"one": False, "two": self.time == 4, "three": self.time == 2}
-        truncated = {"one": self.time == 4, "two": False, "three": False}
-        flags = [{name: flag[name] for name in self.agents} for flag in (ended, truncated)]
-        self.agents = [name for name in self.agents if not ended[name] and not truncated[name]]
-        return obs, rewards, *flags, {name: {} for name in obs}
-
-
-parallel_env = ThreeAgents
-GAME = "test_recipes_games:parallel_env"
 
 
 def test_agents_are_columns():
     """Two games of three agents, as six columns, against what the game's description says."""
     script = with_recipes("ppo_discrete", "shared_parameters")
-    envs = script.make_envs(script.Args(env_id=GAME), 6)
-    obs, _ = envs.reset(seed=[7, 8, 9, 507, 508, 509])
-    assert obs.tolist() == [[k, 0, number] for number in (7, 507) for k in (1, 2, 3)]
+    envs = script.make_envs(script.Args(env_id=GAME, num_envs=6))
+    obs, _ = envs.reset(seed=7)
+    assert obs.tolist() == [[k, 0, number] for number in (7, 8) for k in (1, 2, 3)]
     actions = np.array([0, 0, 0, 2, 1, 2])
     for t in range(1, 5):
         obs, rewards, terminated, truncated, infos = envs.step(actions)
         alive = [3] if t <= 2 else []
         assert rewards.tolist() == [10, 2, 3 * (t <= 2), 1, 20, 30 * (t <= 2)]
-        expected = [[k, t, x] if k < 3 or alive else [0, 0, 0] for x in (7, 507) for k in (1, 2, 3)]
+        expected = [[k, t, x] if k < 3 or alive else [0, 0, 0] for x in (7, 8) for k in (1, 2, 3)]
         if t < 4:
             assert obs.tolist() == expected and not (terminated | truncated).any() and not infos
     assert infos["final_obs"].tolist() == expected
-    assert infos["final_obs"][truncated].tolist() == [[1, 4, 7], [1, 4, 507]]
+    assert infos["final_obs"][truncated].tolist() == [[1, 4, 7], [1, 4, 8]]
     assert terminated.tolist() == [False, True, True] * 2 and truncated.tolist() == [True, False, False] * 2
-    assert obs.tolist() == [[k, 0, x] for x in (7.5, 507.5) for k in (1, 2, 3)]
-    with pytest.raises(SystemExit):
-        script.make_envs(script.Args(env_id=GAME), 4)
+    assert obs.tolist() == [[k, 0, x] for x in (7.5, 8.5) for k in (1, 2, 3)]
+    with pytest.raises(script.UsageError, match="a multiple of the 3 agents"):
+        script.make_envs(script.Args(env_id=GAME, num_envs=4))
 
 
 def test_shared_parameters(tmp_path):
     """One network plays all agents, each as it should. The game is worth 4 * 10, 4 * 20 and 2 * 30 to them."""
     script = with_recipes("ppo_discrete", "shared_parameters")
     settings = {"env_id": GAME, "num_envs": 12, "num_steps": 32, "total_timesteps": 3840, "learning_rate": 1e-2}
-    _, run_dir = script.train(script.Args(**SMALL | settings, runs_dir=str(tmp_path)))
-    assert script.evaluate(script.load_agent(run_dir), GAME, 2, seed=1).tolist() == [60.0, 60.0]
+    args = script.Args(**SMALL | settings, runs_dir=str(tmp_path))
+    _, run_dir = script.train(args)
+    assert script.evaluate(script.load_agent(run_dir), args, 2).tolist() == [60.0, 60.0]
     table = episodes(run_dir)[1:]
     assert len(table) == 12 * 80 and {length for _, _, length in table} == {"4"}

@@ -6,33 +6,39 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ACTIONS, REAL_ENV, SCRIPTS, SMALL, scalars
+from conftest import ACTIONS, SCRIPTS, SMALL, golden, scalars
 from probes import Chain
 
-from recipes import TEN, episodes, flat, make_agent, minibatch, quick_compile, shake, with_recipes
+from recipes import TEN, episodes, flat, loss_of, make_agent, minibatch, quick_compile, shake, small, with_recipes
 
 
-@pytest.mark.parametrize("script", REAL_ENV)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_clip_only_value_loss(script):
     """Old value 0 and range 0.2. By hand: new value 1 counts as 0.2; its error to -1 is 1.2, to 0.3 it is 0.1."""
-    loss = with_recipes(script, "clip_only_value_loss").clipped_value_loss
-    new = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
-    value = loss(new, torch.zeros(3), torch.tensor([-1.0, 0.3, 0.6]), 0.2)
-    assert value.item() == pytest.approx(0.5 * (1.44 + 0.01 + 0.25) / 3)
-    gradient = torch.autograd.grad(value, new)[0]
-    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -0.5 / 3]))
-    assert loss(new, torch.zeros(3), torch.tensor([0.0, 0.0, 0.1])).item() == pytest.approx(1 / 3)
+    module = with_recipes(script, "clip_only_value_loss")
+    new, returns = torch.tensor([1.0, 1.0, 0.1], requires_grad=True), torch.tensor([-1.0, 0.3, 0.6])
+    loss, metrics = loss_of(module, new_values=new, returns=returns, clip_vloss=True)
+    assert metrics["value_loss"].item() == pytest.approx(0.5 * (1.44 + 0.01 + 0.25) / 3)
+    torch.testing.assert_close(torch.autograd.grad(loss, new)[0], torch.tensor([0.0, 0.0, -0.5 / 3]))
+    _, metrics = loss_of(module, new_values=new, returns=returns, clip_vloss=False)
+    assert metrics["value_loss"].item() == pytest.approx(0.5 * (4 + 0.49 + 0.25) / 3)
 
 
-def test_clip_only_value_loss_is_that_of_sb3():
+RANGES = {"clip_only_value_loss": {"clip_vloss": True}, "sb3_clip_ranges": {"clip_range_vf": 0.1}}
+
+
+@pytest.mark.parametrize("recipe", RANGES)
+def test_value_clipping_is_that_of_sb3(recipe):
+    """The same value loss, and the same gradient of the last layer, from the same weights and minibatch."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.logger import Logger
 
-    module, size = with_recipes("ppo_continuous", "clip_only_value_loss"), 64
-    options = {"n_steps": size, "batch_size": size, "n_epochs": 1, "max_grad_norm": 1e9, "clip_range_vf": 0.2}
+    module, size = with_recipes("ppo_continuous", recipe), 64
+    options = {"n_steps": size, "batch_size": size, "n_epochs": 1, "max_grad_norm": 1e9}
+    options["clip_range_vf"] = RANGES[recipe].get("clip_range_vf", 0.2)
     sb3 = PPO("MlpPolicy", gym.make("box/Target-v0"), device="cpu", **options)
     sb3.set_logger(Logger(None, []))
-    agent = make_agent(module, 2, clip_vloss=True, vf_clip_coef=0.2, vf_coef=1.0)  # 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
+    agent = make_agent(module, 2, vf_coef=1.0, **RANGES[recipe])  # 1.0 * 0.5 * MSE is SB3's 0.5 * MSE
     agent.critic[:4].load_state_dict(sb3.policy.mlp_extractor.value_net.state_dict())
     agent.critic[4].load_state_dict(sb3.policy.value_net.state_dict())
     obs, actions, log_probs, values, advantages, returns = minibatch(size, 2)
@@ -41,18 +47,41 @@ def test_clip_only_value_loss_is_that_of_sb3():
     for name, tensor in (rows | {"advantages": advantages, "returns": returns}).items():
         setattr(sb3.rollout_buffer, name, tensor.unsqueeze(1).numpy())
     sb3.rollout_buffer.full, sb3.rollout_buffer.generator_ready = True, False
-    minibatch_of_all = obs, actions, log_probs, values, advantages, returns
-    loss, metrics = module.ppo_loss(agent, agent.args, 1.0, *minibatch_of_all)
+    loss, metrics = module.ppo_loss(agent, agent.args, obs, actions, log_probs, values, advantages, returns)
     loss.backward()
     sb3.train()
     assert metrics["value_loss"].item() == pytest.approx(0.5 * sb3.logger.name_to_value["train/value_loss"], rel=1e-5)
     torch.testing.assert_close(agent.critic[4].weight.grad, sb3.policy.value_net.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("script", REAL_ENV)
+@pytest.mark.parametrize("clip_range_vf", [None, 0.4])
+def test_clip_ranges_fall(clip_range_vf, tmp_path, monkeypatch):
+    """What the loss gets in the four iterations of a run, and what that does. The settings that are saved do not
+    change."""
+    module, ranges = with_recipes("ppo_continuous", "sb3_clip_ranges"), []
+    original = module.ppo_loss
+
+    def ppo_loss(agent, args, *minibatch):
+        ranges.append((args.clip_coef, args.clip_range_vf))
+        return original(agent, args, *minibatch)
+
+    monkeypatch.setattr(module, "ppo_loss", ppo_loss)
+    changes = {"total_timesteps": 256, "clip_range_vf": clip_range_vf, "anneal_clip": True, "clip_coef": 0.2}
+    args = small(module, tmp_path, **changes)
+    _, run_dir = module.train(args)
+    expected = [(0.2 * left, clip_range_vf and 0.4 * left) for left in (1.0, 0.75, 0.5, 0.25)]
+    assert list(dict.fromkeys(ranges)) == [pytest.approx(pair) for pair in expected]
+    assert module.load_args(run_dir) == args and args.clip_coef == 0.2
+    # The range rules the loss: at range 0 a new value counts as the old one.
+    _, metrics = loss_of(module, new_values=torch.ones(4), returns=torch.ones(4), clip_range_vf=0.0)
+    assert metrics["value_loss"] == 0.5
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_dual_clip(script):
-    """Clip range 0.2, bound 3. By hand, -loss of each sample: ratios 5, 2, 0.1 at advantage -2, and 5, 0.1 at 2."""
-    loss = with_recipes(script, "dual_clip").clipped_policy_loss
+    """Clip range 0.2, bound 3. By hand, loss of one sample and its derivative by the log ratio, slope * ratio: ratios
+    5, 2, 0.1 at advantage -2, and 5, 0.1 at 2. The golden case has other ratios."""
+    module = with_recipes(script, "dual_clip")
     for ratio, advantage, expected, slope in [
         (5.0, -2.0, 6.0, 0.0),
         (2.0, -2.0, 4.0, 2.0),
@@ -61,30 +90,32 @@ def test_dual_clip(script):
         (0.1, 2.0, -0.2, -2.0),
     ]:
         log_ratio = torch.tensor([math.log(ratio)], requires_grad=True)
-        value = loss(log_ratio, torch.tensor([advantage]), 0.2, 3.0)
-        assert value.item() == pytest.approx(expected)
-        gradient = torch.autograd.grad(value, log_ratio)[0].item()  # by the logarithm: slope * ratio
-        assert gradient == pytest.approx(slope * ratio, abs=1e-6)
-    log_ratio = torch.tensor([10.0, 1000.0], requires_grad=True)
-    value = loss(log_ratio, torch.tensor([-2.0, -2.0]), 0.2, 3.0)
-    value.backward()
-    assert value.item() == pytest.approx(6.0) and (log_ratio.grad == 0).all()
-    assert loss(torch.tensor([10.0]), torch.tensor([-2.0]), 0.2, 1e9).item() > 1000  # without the bound
-    assert with_recipes(script, "dual_clip").Args().dual_clip == 3.0
+        loss, metrics = loss_of(module, log_ratio, torch.tensor([advantage]), clip_coef=0.2)
+        assert metrics["policy_loss"].item() == pytest.approx(expected)
+        assert torch.autograd.grad(loss, log_ratio)[0].item() == pytest.approx(slope * ratio, abs=1e-6)
+    inputs, expected = golden("policy_loss_dual_clip")
+    args = {"clip_coef": inputs["clip_coef"], "dual_clip": inputs["dual_clip"]}
+    for ratio, advantage, objective in zip(inputs["ratio"], inputs["advantages"], expected["objective"]):
+        _, metrics = loss_of(module, ratio.log().reshape(1), advantage.reshape(1), **args)
+        assert metrics["policy_loss"].item() == pytest.approx(-objective.item(), abs=1e-9)
+    _, metrics = loss_of(module, torch.tensor([3.0]), torch.tensor([-2.0]), dual_clip=1e9)
+    assert metrics["policy_loss"].item() == pytest.approx(2 * math.exp(3))  # without the bound
 
 
 def test_entropy_schedule_reaches_the_gradient(tmp_path, monkeypatch):
     """Nothing is learned: all runs have the same rollouts, and their gradients differ by the entropy bonus alone. The
-    derivative of the entropy by each log_std is 1. Adam's running mean has the gradients, eager and compiled."""
+    derivative of the entropy by each log_std is 1. Adam's running mean has the gradients, eager and compiled. The
+    settings that are saved do not change."""
     quick_compile(monkeypatch)
     module = with_recipes("ppo_continuous", "entropy_schedule")
 
     def running_mean(compile, ent_coef, ent_coef_final):
-        small = SMALL | {"compile": compile, "update_epochs": 1, "num_minibatches": 1, "max_grad_norm": 0.0}
-        free = {"learning_rate": 0.0, "anneal_std": False, "log_std_max": None, "log_std_init": 0.0}
+        one_step = SMALL | {"compile": compile, "update_epochs": 1, "num_minibatches": 1, "max_grad_norm": 0.0}
+        free = {"learning_rate": 0.0, "anneal_std": False, "log_std_max": 20.0, "log_std_init": 0.0}
         bonus = {"ent_coef": ent_coef, "ent_coef_final": ent_coef_final}
-        args = module.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), **(small | free | bonus))
+        args = module.Args(env_id="box/Target-v0", runs_dir=str(tmp_path), **(one_step | free | bonus))
         agent, run_dir = module.train(args)
+        assert module.load_args(run_dir).ent_coef == ent_coef
         mean = module.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
         parts = mean.split([parameter.numel() for parameter in agent.parameters()])
         return dict(zip(dict(agent.named_parameters()), parts))["log_std"], scalars(run_dir)["charts/ent_coef"]
@@ -128,11 +159,11 @@ def test_popart_update_does_not_see_the_scale_of_rewards():
     module = with_recipes("ppo_continuous", "popart")
     gradients = []
     for scale in (1.0, 1000.0):
-        agent = shake(make_agent(module, clip_vloss=True, vf_clip_coef=0.2))
+        agent = shake(make_agent(module, clip_vloss=True, norm_adv=False))
         agent.value_rms.mean.fill_(0.3 * scale)
         agent.value_rms.var.fill_(scale**2)
         obs, actions, log_probs, *rest = minibatch()
-        loss, _ = module.ppo_loss(agent, agent.args, 1.0, obs, actions, log_probs, *(scale * x for x in rest))
+        loss, _ = module.ppo_loss(agent, agent.args, obs, actions, log_probs, *(scale * x for x in rest))
         gradients.append(torch.autograd.grad(loss, list(agent.parameters())))
     for one, other in zip(*gradients):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -145,7 +176,11 @@ def test_symmetry_loss_of_a_symmetric_policy_is_zero():
     obs = torch.randn(64, 17)
     torch.testing.assert_close(module.mirror_obs(module.mirror_obs(obs)), obs)
     assert not torch.equal(module.mirror_obs(obs), obs)
-    assert module.mirror_loss(agent, obs) > 1e-3
+
+    def mirror_loss(agent):
+        return module.ppo_loss(agent, agent.args, obs, *minibatch(64, 17, 6)[1:])[1]["mirror_loss"]
+
+    assert mirror_loss(agent) > 1e-3
 
     class Symmetric(torch.nn.Module):
         def __init__(self, network):
@@ -157,7 +192,7 @@ def test_symmetry_loss_of_a_symmetric_policy_is_zero():
 
     agent.actor = Symmetric(agent.actor)
     assert agent.get_mean_and_log_std(obs)[0].std() > 0.1
-    assert module.mirror_loss(agent, obs) < 1e-10
+    assert mirror_loss(agent) < 1e-10
 
 
 def test_symmetry_loss_makes_a_policy_symmetric():
@@ -171,7 +206,7 @@ def test_symmetry_loss_makes_a_policy_symmetric():
         optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
         for _ in range(40):
             batch = obs, actions, log_probs, values, torch.zeros(200), returns
-            loss, _ = module.ppo_loss(agent, agent.args, 1.0, *batch)
+            loss, _ = module.ppo_loss(agent, agent.args, *batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -1,110 +1,115 @@
-"""Recipes about networks and what they see: image_box, dict_observations, privileged_critic, layer_norm."""
+"""Recipes about networks and what they see: image_box, images_with_memory,
+dict_observations, privileged_critic, layer_norm."""
 
-import copy
 import dataclasses
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from conftest import SMALL
 
-import ppo_discrete
-from recipes import make_agent, with_recipes
+from recipes import TwoSenses, make_agent, with_recipes
 
 
 def test_image_box_shows_images_to_the_nature_cnn(tmp_path, watch):
+    """The network is SB3's NatureCNN; channels may be first or last. Images are stored as they are."""
+    from stable_baselines3.common.torch_layers import NatureCNN
+
     module = with_recipes("ppo_continuous", "image_box")
     torch.manual_seed(0)
     last = module.Agent((40, 44, 3), np.zeros(2, np.float32), np.ones(2, np.float32), module.Args())
     first = module.Agent((3, 40, 44), np.zeros(2, np.float32), np.ones(2, np.float32), module.Args())
     first.load_state_dict({k: v for k, v in last.state_dict().items() if "obs_rms" not in k}, strict=False)
     images = np.random.default_rng(0).integers(256, size=(5, 40, 44, 3), dtype=np.uint8)
-    np.testing.assert_allclose(last.predict(images), first.predict(images.transpose(0, 3, 1, 2)), atol=1e-6)
+    pixels, channels_first = torch.from_numpy(images), torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
+    np.testing.assert_allclose(last.predict(images), first.predict(channels_first), atol=1e-6)
     np.testing.assert_allclose(last.predict(images)[0], last.predict(images[0]), atol=1e-6)
-    pixels, theirs = torch.from_numpy(images), ppo_discrete.NatureCNN((40, 44, 3))
-    theirs.load_state_dict(last.encoder.state_dict())
-    torch.testing.assert_close(last.encoder(pixels), theirs(pixels))  # the network of the other script
-    _, log_prob, _, value = last.get_action_and_value(torch.from_numpy(images), torch.ones(5, 2))
+    with pytest.raises(ValueError, match="40, 44, 3"):
+        last.predict(channels_first)
+    theirs = NatureCNN(gym.spaces.Box(0, 255, (3, 40, 44), np.uint8))
+    weights = dict(zip(theirs.state_dict(), last.encoder.state_dict().values()))
+    theirs.load_state_dict(weights)
+    torch.testing.assert_close(last.encoder(pixels), theirs(channels_first / 255), rtol=1e-4, atol=1e-5)
+    _, log_prob, _, value = last.get_action_and_value(pixels, torch.ones(5, 2))
     (log_prob + value).sum().backward()
     assert all((parameter.grad != 0).any() for parameter in last.parameters())
-    torch.testing.assert_close(value, last.get_value(torch.from_numpy(images)))
+    torch.testing.assert_close(value, last.get_value(pixels))
 
     minibatches = watch(module, "ppo_loss")
-    small = SMALL | {"num_steps": 8, "total_timesteps": 32}
-    module.train(module.Args(env_id="recipes/Picture-v0", runs_dir=str(tmp_path), **small))
-    images = minibatches[0][0][3]
+    few = SMALL | {"num_steps": 8, "total_timesteps": 32}
+    module.train(module.Args(env_id="recipes/Picture-v0", runs_dir=str(tmp_path), **few))
+    images = minibatches[0][0][2]
     assert images.dtype == torch.uint8 and images.shape == (8, 40, 44, 3)
     assert len(torch.unique(images[:, 0, 0, 0])) > 1 and (images.float().std(dim=(1, 2, 3)) == 0).all()
+    with pytest.raises(module.UsageError, match="images of at least 36 x 36"):
+        module.train(module.Args(env_id="InvertedPendulum-v4", runs_dir=str(tmp_path)))
 
 
-class TwoSenses(gym.Env):
-    """One step per episode. The image tells the first bit of the right action of four, the vector the second one."""
-
-    observation_space = gym.spaces.Dict(
-        image=gym.spaces.Box(0, 255, (37, 36, 3), np.uint8), vector=gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+def test_images_with_memory(tmp_path, watch):
+    """The task is learned, of which memory alone knows the answer. The replay of a rollout equals step by step. The
+    gradient reaches the CNN. Images are stored as they are."""
+    script = with_recipes("ppo_rnn", "images_with_memory")
+    changes = {"num_envs": 16, "num_steps": 8, "total_timesteps": 3840, "num_minibatches": 2, "update_epochs": 4}
+    changes |= {"hidden_size": 32, "learning_rate": 1e-3, "env_id": "recipes/Flash-v0"}
+    minibatches = watch(script, "replay_rollout")
+    args = script.Args(**SMALL | changes, runs_dir=str(tmp_path))
+    agent, run_dir = script.train(args)
+    assert script.evaluate(script.load_agent(run_dir), args, 20).mean() > 0.9
+    images = minibatches[0][0][1]
+    assert (
+        images.dtype == torch.uint8 and images.shape == (9, 16, 3, 36, 40) and 0.2 < images.float().mean() / 255 < 0.3
     )
-    action_space = gym.spaces.Discrete(4)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.first, self.second = self.np_random.integers(2, size=2)
-        image = self.np_random.integers(100, size=(37, 36, 3)) + 100 * self.first
-        self.obs = {"image": image.astype(np.uint8), "vector": np.array([1000.0, -5.0, 1.0]) + self.second}
-        return self.obs, {}
-
-    def step(self, action):
-        return copy.deepcopy(self.obs), float(action == 2 * self.first + self.second), True, False, {}
-
-
-gym.register("TwoSenses-v0", TwoSenses)
+    torch.manual_seed(0)
+    images = torch.randint(256, (6, 4, 3, 36, 40), dtype=torch.uint8)
+    starts, first_state = torch.rand(6, 4) < 0.3, torch.randn(4, agent.memory.state_size)
+    state, by_step = first_state, []
+    for obs, start in zip(images, starts):
+        features, state = agent.memory.step(obs, state.masked_fill(start.unsqueeze(-1), 0.0))
+        by_step.append(features)
+    features = agent.memory.replay(images, starts, first_state)
+    torch.testing.assert_close(features, torch.stack(by_step), rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad(features.sum(), list(agent.memory.encoder.parameters()))
+    assert all((gradient != 0).any() for gradient in gradients)
+    with pytest.raises(ValueError, match="3, 36, 40"):
+        agent.predict(np.zeros((36, 40, 3), np.uint8))
 
 
 def test_dict_observations(tmp_path):
-    """Both parts are learned from: one alone would tell half of the bits, and 1/2 is the best return then. An
-    observation is bytes: those of the image as it is, those of the vector normalised."""
+    """Both parts are learned from: one alone would tell half of the bits, and 1/2 is the best return then. The image
+    stays as it is, the vector is normalized."""
     script = with_recipes("ppo_discrete", "dict_observations")
-    args = script.Args(
-        env_id="TwoSenses-v0",
-        total_timesteps=640,
-        num_envs=16,
-        num_steps=4,
-        num_minibatches=1,
-        update_epochs=5,
-        compile=False,
-    )
-    args.runs_dir = str(tmp_path)
+    args = script.Args(**SMALL | {"num_envs": 16, "num_steps": 4, "num_minibatches": 1, "update_epochs": 5})
+    args = dataclasses.replace(args, env_id="TwoSenses-v0", total_timesteps=1280, runs_dir=str(tmp_path))
     agent, run_dir = script.train(args)
-    returns = script.evaluate(script.load_agent(run_dir), "TwoSenses-v0", 40, seed=5)
-    assert returns.mean() > 0.8
+    assert script.evaluate(script.load_agent(run_dir), args, 40).mean() > 0.8
 
-    env = script.make_evaluation_env("TwoSenses-v0", "{}", False)
-    packed, pixels = [env.reset(seed=seed)[0] for seed in range(20)], []
-    for seed, row in enumerate(packed):
+    env = script.make_env(args)
+    flat_rows = np.stack([env.reset(seed=seed)[0] for seed in range(20)])
+    rows = torch.from_numpy(flat_rows)
+    normalized = agent.normalize_obs(rows)
+    for seed in range(20):
         obs, _ = TwoSenses().reset(seed=seed)
-        pixels.append(obs["image"])
-        vector, image = agent.unpack(torch.from_numpy(row))
-        assert np.array_equal(vector, np.float32(obs["vector"])) and np.array_equal(image, obs["image"])
-        vector, image = agent.unpack(agent.normalize_obs(torch.from_numpy(row)))
         expected = (obs["vector"] - agent.obs_rms.mean.numpy()) / agent.obs_rms.var.numpy() ** 0.5
+        pixels, vector = agent.split(normalized[seed])
         np.testing.assert_allclose(vector, expected, atol=1e-4)
-        assert np.array_equal(image, obs["image"])
-    assert len({image.max() > 100 for image in pixels}) == 2
+        assert np.array_equal(pixels.reshape(37, 36, 3), obs["image"])
+    assert len({row[: 37 * 36 * 3].max().item() > 100 for row in rows}) == 2
 
-    # Another image alone, or another vector alone, changes the logits and the value.
-    one = agent.normalize_obs(torch.from_numpy(np.stack(packed)))
-    assert one.dtype == torch.uint8 and one.shape == (20, 37 * 36 * 3 + 3 * 4)
-    for part in (slice(0, 12), slice(12, None)):
-        other = one.clone()
-        other[:, part] = one.roll(1, 0)[:, part]
-        changed = (one != other).any(1)
-        for before, after in zip(agent.get_log_probs_and_value(one), agent.get_log_probs_and_value(other)):
-            before, after = (x[0] if isinstance(x, list) else x.unsqueeze(-1) for x in (before, after))
-            assert changed.any() and ((before - after).abs().amax(1) > 1e-4).equal(changed)
-
-    # Without a break for torch.compile; bytes become numbers there too.
-    whole = torch.compile(lambda x: agent.get_value(agent.normalize_obs(x)), fullgraph=True, backend="aot_eager")
-    rows = torch.from_numpy(np.stack(packed))
-    torch.testing.assert_close(whole(rows), agent.get_value(agent.normalize_obs(rows)))
+    # Another image alone, or another vector alone, changes the probabilities and the value.
+    for part in (slice(0, 37 * 36 * 3), slice(37 * 36 * 3, None)):
+        other = normalized.clone()
+        other[:, part] = normalized.roll(1, 0)[:, part]
+        changed = (normalized != other).any(1)
+        action = torch.zeros(20, 1, dtype=torch.int64)
+        for i in (1, 3):  # log-probability, value
+            before, after = (agent.get_action_and_value(x, action)[i] for x in (normalized, other))
+            assert changed.any() and ((before - after).abs() > 1e-4).equal(changed)
+    with pytest.raises(ValueError, match=str(37 * 36 * 3 + 3)):
+        agent.predict(flat_rows[:, 1:])
+    with pytest.raises(script.UsageError, match="image and vector"):
+        script.train(dataclasses.replace(args, env_id="CartPole-v1"))
 
 
 def test_privileged_critic(tmp_path):
@@ -112,16 +117,20 @@ def test_privileged_critic(tmp_path):
     args = module.Args(env_id="recipes/TwoViews-v0", runs_dir=str(tmp_path), **(SMALL | {"total_timesteps": 1280}))
     agent, run_dir = module.train(dataclasses.replace(args, learning_rate=3e-3))
     agent = module.load_agent(run_dir)
-    obs = torch.randn(20, 3, requires_grad=True)  # "policy", then "critic", whatever the order in the space
+    obs = torch.randn(20, 3, requires_grad=True)  # one number of "critic", then two of "policy"
     of_action = torch.autograd.grad(sum(x.sum() for x in agent.get_mean_and_log_std(obs)), obs)[0]
     of_value = torch.autograd.grad(agent.get_value(obs).sum(), obs)[0]
-    assert (of_action[:, 2:] == 0).all() and (of_action[:, :2] != 0).all()
+    assert (of_action[:, :1] == 0).all() and (of_action[:, 1:] != 0).all()
     assert (of_value != 0).all()
     raw_obs = np.random.default_rng(0).uniform(-1, 1, (5, 3)).astype(np.float32)
-    np.testing.assert_array_equal(agent.predict(raw_obs[:, :2]), agent.predict(raw_obs))
+    np.testing.assert_array_equal(agent.predict(raw_obs[:, 1:]), agent.predict(raw_obs))
+    with pytest.raises(ValueError, match="not"):
+        agent.predict(np.zeros(4))
+    with pytest.raises(module.UsageError, match="critic and policy"):
+        module.train(dataclasses.replace(args, env_id="InvertedPendulum-v4"))
     # The return is what the critic sees, and the critic has found that out.
     with torch.no_grad():
-        raw_obs = torch.cat([torch.zeros(19, 2), torch.arange(-9, 10).unsqueeze(1)], 1)
+        raw_obs = torch.cat([torch.arange(-9, 10).unsqueeze(1), torch.zeros(19, 2)], 1)
         values = agent.get_value(agent.normalize_obs(raw_obs))
     assert np.corrcoef(values, np.arange(-9, 10))[0, 1] > 0.95
 

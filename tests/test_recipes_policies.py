@@ -1,12 +1,10 @@
 """Recipes about distributions of actions: squashed_gaussian, gsde, beta_policy, state_dependent_std."""
 
-import dataclasses
-
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import golden
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from recipes import make_agent, quick_compile, shake, small, with_recipes
@@ -27,7 +25,23 @@ def test_state_dependent_std(tmp_path):
         torch.testing.assert_close(agent.actor[-1].bias.grad, torch.tensor([0.0] * 3 + [1.0] * 3))
 
 
+def test_state_dependent_std_gives_the_golden_numbers():
+    """Log-probability and entropy of actions whose log_std differs from state to state (golden.json)."""
+    module, (inputs, expected) = (
+        with_recipes("ppo_continuous", "state_dependent_std"),
+        golden("gaussian_state_dependent"),
+    )
+    args = module.Args(log_std_init=0.0, log_std_min=-20.0, log_std_max=20.0)
+    agent = module.Agent((6,), -np.ones(3, np.float32), np.ones(3, np.float32), args).double()
+    agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(6, 1).double()  # the output is the observation
+    outputs = torch.cat([inputs["mean"], inputs["log_std"]], 1)
+    _, log_prob, entropy, _ = agent.get_action_and_value(outputs, inputs["action"])
+    torch.testing.assert_close(log_prob, expected["logprob"], rtol=0, atol=1e-9)
+    torch.testing.assert_close(entropy, expected["entropy"], rtol=0, atol=1e-9)
+
+
 def test_squashed_gaussian_has_the_exact_density():
+    """That of tanh of the sample, which is in units of the bounds, as torch.distributions computes it."""
     low, high = (-2.0, -1.0), (3.0, 0.5)
     agent = shake(make_agent(with_recipes("ppo_continuous", "squashed_gaussian"), low=low, high=high))
     obs, (low, high) = torch.randn(400, 3), torch.tensor([low, high]).double()
@@ -44,22 +58,24 @@ def test_squashed_gaussian_has_the_exact_density():
     env_action = before_tanh.double()
     for transform in reference.transforms:
         env_action = transform(env_action)
-    torch.testing.assert_close(log_prob.double(), reference.log_prob(env_action), rtol=1e-4, atol=1e-3)
+    in_units = log_prob.double() - ((high - low) / 2).log().sum()  # of the environment
+    torch.testing.assert_close(in_units, reference.log_prob(env_action), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(agent.to_env_action(before_tanh).double(), env_action, rtol=0, atol=1e-6)
     assert ((agent.to_env_action(before_tanh) >= low) & (agent.to_env_action(before_tanh) <= high)).all()
 
 
 def test_squashed_gaussian_integrates_to_one():
-    """The density over what the environment gets, by sums of it over the interval."""
-    module, free = with_recipes("ppo_continuous", "squashed_gaussian"), {"log_std_min": None, "log_std_max": None}
+    """The density over the action in units of its bounds, by sums over the interval."""
+    module, free = with_recipes("ppo_continuous", "squashed_gaussian"), {"log_std_min": -20.0, "log_std_max": 20.0}
     agent = shake(make_agent(module, low=[-2.0], high=[3.0], **free))
     agent.log_std.data.fill_(0.3)
     before_tanh = torch.linspace(-9, 9, 20001).unsqueeze(-1)
     with torch.no_grad():
         density = agent.get_action_and_value(torch.ones(20001, 3), before_tanh)[1].exp()
         entropy = agent.get_action_and_value(torch.ones(20001, 3), before_tanh)[2].mean()
-    action = agent.to_env_action(before_tanh).squeeze(-1)
-    assert action[0] == pytest.approx(-2, abs=1e-5) and action[-1] == pytest.approx(3, abs=1e-5)
+    env_action = agent.to_env_action(before_tanh).squeeze(-1)
+    assert env_action[0] == pytest.approx(-2, abs=1e-5) and env_action[-1] == pytest.approx(3, abs=1e-5)
+    action = (env_action - 0.5) / 2.5
     assert torch.trapezoid(density, action) == pytest.approx(1, abs=1e-3)
     assert torch.trapezoid(-density * density.clamp(min=1e-30).log(), action) == pytest.approx(entropy.item(), abs=0.03)
 
@@ -73,7 +89,7 @@ def test_squashed_gaussian_entropy_pulls_back_from_the_bounds():
 
 def test_gsde_noise_is_a_function_of_the_state():
     """Within one matrix: equal states, equal noise; and it is the features times a matrix of deviation sigma."""
-    agent = shake(make_agent(with_recipes("ppo_continuous", "gsde"), log_std_min=None, log_std_max=None))
+    agent = shake(make_agent(with_recipes("ppo_continuous", "gsde"), log_std_min=-20.0, log_std_max=20.0))
     with torch.no_grad():
         obs, matrix = torch.randn(50, 3), torch.randn(64, 2)
         matrices = matrix.expand(50, 64, 2)
@@ -86,7 +102,7 @@ def test_gsde_noise_is_a_function_of_the_state():
         assert (near - noise).abs().max() < 0.02 * noise.abs().max()
 
 
-@pytest.mark.parametrize("bounds", [(None, None), (-1.5, -0.5)])
+@pytest.mark.parametrize("bounds", [(-20.0, 20.0), (-1.5, -0.5)])
 def test_gsde_log_prob_is_that_of_the_noise_over_all_matrices(bounds):
     agent = shake(make_agent(with_recipes("ppo_continuous", "gsde"), log_std_min=bounds[0], log_std_max=bounds[1]), 1.0)
     with torch.no_grad():
@@ -136,9 +152,9 @@ def test_gsde_matrices_stay_for_some_steps(tmp_path, monkeypatch):
     """In an environment that stands still, an action changes in every fourth step, and only there; compiled."""
     quick_compile(monkeypatch)
     module = with_recipes("ppo_continuous", "gsde")
-    args = module.Args("still", str(tmp_path), env_id="recipes/Still-v0", sde_sample_freq=4, norm_obs=False)
+    changes = {"env_id": "recipes/Still-v0", "sde_sample_freq": 4, "norm_obs": False, "compile": True}
     with pytest.raises(Enough):  # within the first rollout: only acting is compiled
-        module.train(dataclasses.replace(args, **SMALL | {"compile": True}))
+        module.train(small(module, tmp_path, **changes))
     actions = np.array(Still.actions).reshape(12, 4, 2)  # step, environment
     same = np.isclose(actions[1:], actions[:-1], atol=1e-6).all(axis=(1, 2))
     assert same.tolist() == [(t + 1) % 4 != 0 for t in range(11)]
@@ -146,6 +162,7 @@ def test_gsde_matrices_stay_for_some_steps(tmp_path, monkeypatch):
 
 
 def test_beta_policy_has_the_exact_density():
+    """That of Beta(alpha, beta) from -1 to 1, which are the bounds."""
     low, high = (-2.0, -1.0), (3.0, 0.5)
     agent = shake(make_agent(with_recipes("ppo_continuous", "beta_policy"), low=low, high=high), 1.0)
     obs = torch.randn(500, 3)
@@ -155,11 +172,12 @@ def test_beta_policy_has_the_exact_density():
         assert (alpha > 1).all() and (beta > 1).all() and alpha.std() > 0.1
         action, log_prob, entropy, _ = agent.get_action_and_value(obs)
         env_action = agent.to_env_action(action)
+        assert torch.equal(agent.get_action_and_value(obs, action)[1], log_prob)  # ratio 1
     low, high = torch.tensor([low, high])
     assert (env_action >= low).all() and (env_action <= high).all()
-    affine = AffineTransform(low, high - low, event_dim=1)
-    reference = TransformedDistribution(Independent(torch.distributions.Beta(alpha.float(), beta.float()), 1), [affine])
-    torch.testing.assert_close(log_prob, reference.log_prob(env_action), rtol=1e-3, atol=1e-3)
+    beta_distribution = Independent(torch.distributions.Beta(alpha, beta), 1)
+    reference = TransformedDistribution(beta_distribution, [AffineTransform(-1.0, 2.0, event_dim=1)])
+    torch.testing.assert_close(log_prob.double(), reference.log_prob(action.double()), rtol=1e-5, atol=1e-5)
     with torch.no_grad():  # the entropy, by samples of one state
         samples = agent.get_action_and_value(obs[:1].expand(50000, 3))[1]
     assert -samples.mean() == pytest.approx(entropy[0].item(), abs=0.03)
@@ -170,14 +188,15 @@ def test_beta_policy_integrates_to_one_and_keeps_its_peak(remaining):
     module = with_recipes("ppo_continuous", "beta_policy")
     agent = shake(make_agent(module, low=[-2.0], high=[3.0], norm_obs=False), 1.0)
     agent.anneal_std(remaining)
-    grid = torch.linspace(1e-6, 1 - 1e-6, 200001).unsqueeze(-1)
+    grid = torch.linspace(-1 + 1e-6, 1 - 1e-6, 200001).unsqueeze(-1)
     env_action = agent.to_env_action(grid).squeeze(-1)
     assert env_action[0] == pytest.approx(-2, abs=1e-4) and env_action[-1] == pytest.approx(3, abs=1e-4)
     with torch.no_grad():
         density = agent.get_action_and_value(torch.ones(200001, 3), grid)[1].exp()
         entropy = agent.get_action_and_value(torch.ones(1, 3), grid[:1])[2].item()
-    assert torch.trapezoid(density, env_action) == pytest.approx(1, abs=2e-3)
-    assert torch.trapezoid(-density * density.clamp(min=1e-30).log(), env_action) == pytest.approx(entropy, abs=5e-3)
+    action = grid.squeeze(-1)
+    assert torch.trapezoid(density, action) == pytest.approx(1, abs=2e-3)
+    assert torch.trapezoid(-density * density.clamp(min=1e-30).log(), action) == pytest.approx(entropy, abs=5e-3)
     assert agent.predict(np.ones(3))[0] == pytest.approx(env_action[density.argmax()].item(), abs=2e-3)
     peak, deviations = agent.predict(np.ones(3)), []
     for narrow in (remaining / 10, remaining / 20):  # half the deviation, the same peak

@@ -1,53 +1,45 @@
-"""Recipes about runs: exact_resume, cpu_ranks, init_from, evaluate_while_training."""
+"""Recipes about runs: exact_resume, init_from, evaluate_while_training. (test_recipes_torchrun.py has torchrun.)"""
 
-import csv
-import dataclasses
-import os
-import subprocess
-import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import SMALL, scalars
-from forks import two_ranks
 
-from recipes import TEN, episodes, small, with_recipes
+from recipes import episodes, small, with_recipes
 
 
 class Killed(Exception):
     pass
 
 
-class Kill:
-    """Stop signals, which `train` reads behind every iteration. The eighth reading ends the run as a crash does."""
-
-    readings = 0
-
-    def __iter__(self):
-        self.readings += 1
-        if self.readings == 8:
-            raise Killed
-        return iter(())
-
-
 @pytest.mark.parametrize("env_id", ["InvertedPendulum-v4", "Wanderer-v0", "box/Chain-v0"])
-def test_exact_resume(env_id, tmp_path, capsys):
-    """The run that was killed in its eighth iteration, and went on from the checkpoint of the sixth, ends with the same
+def test_exact_resume(env_id, tmp_path, capsys, monkeypatch):
+    """A run that was killed in its eighth iteration, and went on from the checkpoint of the sixth, ends with the same
     agent and the same episodes as one that was not. Without the recipe it does not. The chain counts its episodes, and
     does not repeat itself: the run goes on with new ones."""
-    settings = {"env_id": env_id, "checkpoint_interval": 3, "stagger_envs": True, "recompute_advantages": False}
+    changes = {"env_id": env_id, "total_timesteps": 640, "stagger_envs": True, "recompute_advantages": False}
     for recipes in (["exact_resume"], []):
         script = with_recipes("ppo_continuous", *recipes)
-        args = script.Args(**TEN | settings, runs_dir=str(tmp_path / f"runs{len(recipes)}"))
+        args = small(script, tmp_path, **changes, exp_name=f"whole{len(recipes)}")
         whole, run_dir = script.train(args)
-        args.runs_dir += "-killed"
+        original, iterations = script.explained_variance, []
+
+        def killed_in_the_eighth(values, returns, original=original, iterations=iterations, args=args):
+            iterations.append(len(iterations) + 1)
+            args.checkpoint_interval = 0.0 if len(iterations) == 6 else 1e9  # the sixth saves
+            if len(iterations) == 8:
+                raise Killed
+            return original(values, returns)
+
+        monkeypatch.setattr(script, "explained_variance", killed_in_the_eighth)
+        args.exp_name = f"killed{len(recipes)}"
         with pytest.raises(Killed):
-            script.train(args, Kill())
-        (other_dir,) = Path(args.runs_dir).iterdir()
+            script.train(args)
+        monkeypatch.setattr(script, "explained_variance", original)
+        (other_dir,) = Path(args.runs_dir).glob(f"*{args.exp_name}*")
         assert script.load_checkpoint(other_dir)["global_step"] == 6 * 64
-        resumed, _ = script.train(dataclasses.replace(args, resume=str(other_dir)))
+        resumed, _ = script.train(resume=other_dir)
         states = [agent.state_dict() for agent in (whole, resumed)]
         equal = all(torch.equal(value, states[1][name]) for name, value in states[0].items())
         exact = recipes != [] and env_id != "box/Chain-v0"
@@ -55,67 +47,14 @@ def test_exact_resume(env_id, tmp_path, capsys):
         assert ("new episodes" in capsys.readouterr().out) == (recipes != [] and env_id == "box/Chain-v0")
 
 
-def test_cpu_ranks(tmp_path, monkeypatch):
-    """Through shared memory, and without a call of gloo, two ranks end with the same weights and statistics to the bit;
-    gloo's are the same within rounding. Nothing is left in /dev/shm."""
-    scripts = {"gloo": with_recipes("ppo_continuous"), "shared": with_recipes("ppo_continuous", "cpu_ranks")}
-    dist, counts = torch.distributed, {"gloo": 0, "shared": 0}
-
-    def count(owner, name, kind):
-        original = getattr(owner, name)
-
-        def counted(*given):
-            counts[kind] += 1
-            return original(*given)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    def train(rank):
-        dist.init_process_group("gloo")
-        monkeypatch.setattr(dist, "init_process_group", lambda *_: None)  # both runs are in this one
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-        count(dist, "all_reduce", "gloo")
-        count(scripts["shared"].SharedMemory, "average", "shared")
-        found = {}
-        for kind, script in scripts.items():
-            counts.update(gloo=0, shared=0)
-            args = script.Args(**TEN, env_id="box/Target-v0", learning_rate=1e-2, runs_dir=str(tmp_path / kind))
-            agent, _ = script.train(args)
-            found[kind] = counts.copy(), agent.state_dict()
-        torch.save(found, tmp_path / f"rank-{rank}.pt")
-
-    before = shared_files()
-    two_ranks(train)
-    assert shared_files() <= before
-    ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)]
-    for found in ranks:
-        (gloo_counts, gloo), (counts, agent) = found["gloo"], found["shared"]
-        assert gloo_counts["gloo"] > 100 and counts == {"gloo": 0, "shared": gloo_counts["gloo"]}
-        for name, value in agent.items():
-            assert torch.equal(value, ranks[0]["shared"][1][name])
-            torch.testing.assert_close(value, gloo[name], rtol=1e-4, atol=1e-5)
-
-
-def shared_files():
-    return {path.name for path in Path("/dev/shm").glob("tmp*")}
-
-
-def test_a_dead_rank():
-    """Nobody waits for it for ever; others that are only slow are waited for."""
-    script = with_recipes("ppo_continuous", "cpu_ranks")
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    memory = object.__new__(script.SharedMemory)
-    memory.rank, memory.number, memory.rows = 0, 0, np.zeros((2, 2, 16), np.uint8)
-    memory.numbers, memory.processes = np.zeros(2, np.int64), np.array([os.getpid(), gone.pid])
-    with pytest.raises(ProcessLookupError):
-        memory.average(torch.ones(2))
-    memory.number, memory.processes[1] = 0, os.getpid()
-    memory.rows[1, 1, :8].view(np.float32)[:] = [3.0, 7.0]
-    threading.Timer(0.3, lambda: memory.numbers.fill(1)).start()
-    x = torch.ones(2)
-    memory.average(x)
-    assert x.tolist() == [2.0, 4.0]
+def test_exact_resume_with_other_environments(tmp_path, capsys):
+    """A run that is resumed with another number of environments goes on with new episodes."""
+    script = with_recipes("ppo_continuous", "exact_resume")
+    _, run_dir = script.train(small(script, tmp_path, env_id="Wanderer-v0"))
+    args = small(script, tmp_path, env_id="Wanderer-v0", num_envs=8, total_timesteps=1280)
+    script.train(args, resume=run_dir)
+    assert "new episodes" in capsys.readouterr().out
+    assert script.load_checkpoint(run_dir)["global_step"] == 1280
 
 
 def test_init_from(tmp_path):
@@ -133,19 +72,25 @@ def test_init_from(tmp_path):
 
 
 def test_evaluate_while_training(tmp_path):
-    """The means are those of the saved agents; best.pt is the best of them; nothing that is learned changes."""
+    """The means are those of the agents at that time; the folder `best` has the best of them, also after a resumption;
+    nothing that is learned changes."""
     module = with_recipes("ppo_continuous", "evaluate_while_training")
     args = small(module, tmp_path, eval_interval=3, eval_episodes=5)
     agent, run_dir = module.train(args)
-    rows = list(csv.DictReader((run_dir / "evaluations.csv").open()))
-    assert [int(row["global_step"]) for row in rows] == [3 * 64, 6 * 64, 9 * 64, 640]
-    means = [float(row["mean_return"]) for row in rows]
-    assert [value for _, value in scalars(run_dir)["charts/eval_return"]] == pytest.approx(means, rel=1e-5)
-    last = module.evaluate(agent, args.env_id, 5, 10_000 + args.seed).mean()
-    assert last == pytest.approx(means[-1], rel=1e-5)
-    best = module.evaluate(module.load_agent(run_dir / "best.pt"), args.env_id, 5, 10_000 + args.seed).mean()
-    assert best == pytest.approx(max(means), rel=1e-5)
+    logged = scalars(run_dir)["charts/eval_return"]
+    assert [step for step, _ in logged] == [3 * 64, 6 * 64, 9 * 64, 640]
+    means = [value for _, value in logged]
+    assert module.evaluate(agent, args, 5).mean() == pytest.approx(means[-1], rel=1e-5)
+
+    def best():
+        return module.evaluate(module.load_agent(run_dir / "best"), module.load_args(run_dir / "best"), 5).mean()
+
+    assert best() == pytest.approx(max(means), rel=1e-5)
     plain = with_recipes("ppo_continuous")
     other, _ = plain.train(small(plain, tmp_path))
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, agent.state_dict()[name]), name
+    still = {"learning_rate": 0.0, "total_timesteps": 832, "norm_obs": False}  # a worse agent does not replace it
+    module.train(small(module, tmp_path, eval_interval=1, eval_episodes=5, **still), resume=run_dir)
+    means = [value for _, value in scalars(run_dir)["charts/eval_return"]]
+    assert len(means) == 7 and best() == pytest.approx(max(means), rel=1e-5)

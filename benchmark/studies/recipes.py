@@ -1,7 +1,7 @@
 """Question: what does a recipe change?
 
     python benchmark/studies/recipes.py                   # all that have a case below, three seeds: hours on a CPU
-    python benchmark/studies/recipes.py gsde dual_clip    # these; a run that has its row is not repeated
+    python benchmark/studies/recipes.py gsde dual_clip    # these; a run with a row, of any commit, is not repeated
     python benchmark/studies/recipes.py --write           # Result lines of recipes/*.diff, and their table
 
 Answer (recipes.csv): recipes/README.md has it, recipe by recipe. Three seeds show that a recipe learns, and
@@ -36,7 +36,8 @@ CASES = dict.fromkeys(
 CASES["gsde"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--sde-sample-freq 4")
 CASES["entropy_schedule"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--ent-coef 0.01 --ent-coef-final 0")
 CASES["layer_norm"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --hidden-sizes 256 256", "")
-CASES["clip_only_value_loss"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --clip-vloss --vf-clip-coef 0.2", "")
+CASES["clip_only_value_loss"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --clip-vloss", "")
+CASES["sb3_clip_ranges"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--clip-range-vf 0.2 --anneal-clip")
 CASES["symmetry_loss"] = ("ppo_continuous", "--env-id Walker2d-v5", "")
 SPARSE = "--env-id benchmark.sparse_envs:DeepSea20-v0 --total-timesteps 100000 --no-norm-reward --update-epochs 4"
 CASES["rnd"] = ("ppo_discrete", SPARSE, "")
@@ -98,7 +99,8 @@ def sentence(recipe, rows):
     task = first["env_id"].split(":")[-1]
     steps, seeds = round(int(first["steps"]), -4), len(found[0])
     head = f"{task}, {steps:,} steps, seeds 1 to {seeds}, mean of the last 100 returns: "
-    return head + f"{numbers(found[0])}, without it {numbers(found[1])}."
+    measured = f" Measured with the script of commit {first['commit']}." if first["commit"] else ""
+    return head + f"{numbers(found[0])}, without it {numbers(found[1])}.{measured}"
 
 
 def write_results(rows):
@@ -110,7 +112,9 @@ def write_results(rows):
         head, diff = re.split(r"(?=^diff --git )", path.read_text(), maxsplit=1, flags=re.M)
         rest, result = re.split(r"^Result: ", head.rstrip("\n"), maxsplit=1, flags=re.M)
         remark = " ".join(result.split())
-        remark = re.sub(r"^.*?, without it .*?\)\. ?|^not measured.*", "", remark)
+        remark = re.sub(
+            r"^.*?, without it .*?\)\. ?(Measured with the script of commit \S+ ?)?|^not measured.*", "", remark
+        )
         words, lines = f"Result: {text} {remark}".split(), [""]
         for word in words:
             if len(lines[-1]) + len(word) >= 120:
