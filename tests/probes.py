@@ -73,8 +73,8 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """At its 300th step it returns NaN, in the observation or in the reward, infinity, or an observation of another
-    shape; or it raises, is interrupted, or never returns. "some" raise: those with an odd seed. "slow" only has a slow
+    """At its 300th step it returns NaN or infinity, in the reward, or an observation of another shape; or it raises, is
+    interrupted, or never returns. "some" raise: those with an odd seed. "slow" only has a slow
     first step."""
 
     def __init__(self, discrete, where="reward"):
@@ -86,8 +86,6 @@ class Broken(Target):
         self.steps += 1
         if self.steps == 300 and self.where == "reward":
             reward = np.nan
-        if self.steps == 300 and self.where == "obs":
-            obs, terminated = obs * np.nan, False
         if self.steps == 300 and self.where == "infinity":
             reward = -np.inf
         if self.steps == 300 and self.where == "shape":
@@ -253,7 +251,6 @@ register("Chain", Chain)
 register("AlignedChain", Chain, lengths=(8,))
 register("Target", Target)
 register("NanReward", Broken)
-register("NanObs", Broken, where="obs")
 for where in ("infinity", "shape", "raise", "interrupt", "some", "hang", "slow"):
     register(where.title(), Broken, where=where)
 for environment in (Shaped, Integers, OtherTypes, Whole, OneArray, Words):

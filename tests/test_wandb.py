@@ -10,8 +10,8 @@ from wandb.proto import wandb_internal_pb2
 
 
 def payloads(path):
-    """Of W&B's offline file: a header of 7 bytes, then pieces in blocks of 32 KiB, as in the logs of LevelDB. Each has a
-    checksum, a length, and a kind: 1 is a whole record, 2, 3 and 4 are the first, a middle and the last part of one."""
+    """Of W&B's offline file: a header of 7 bytes, then pieces in blocks of 32 KiB, as in the logs of LevelDB. A piece
+    has a checksum, a length and a kind: 1 is a whole record, 2, 3 and 4 are the first, a middle and the last part."""
     data, position, record = path.read_bytes(), 7, b""
     while position + 7 <= len(data):
         left = 32_768 - position % 32_768
