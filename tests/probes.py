@@ -74,8 +74,7 @@ class Target(gym.Env):
 
 class Broken(Target):
     """At its 300th step it returns NaN or infinity, in the reward, or an observation of another shape; or it raises, is
-    interrupted, or never returns. "some" raise: those with an odd seed. "slow" only has a slow
-    first step."""
+    interrupted, or never returns. "some" raise: those with an odd seed. "slow" only has a slow first step."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
