@@ -3,7 +3,6 @@ import importlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(TESTS)]
 
 import probes  # noqa: E402, F401
-from processes import Started, kill_what_is_left, run_main, wait_for  # noqa: E402, F401
+from processes import Started, kill_what_is_left, run_last_block, run_main, wait_for  # noqa: E402, F401
 
 torch.set_num_threads(1)
 SCRIPTS = ["ppo_continuous", "ppo_discrete", "ppo_rnn"]
@@ -44,11 +43,8 @@ SMALL = {
 }
 ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_memory.py has the other kind
 REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v4"}
-NO_BOUNDS = {
-    "ppo_continuous": {"log_std_min": -20.0, "log_std_max": 20.0},
-    "ppo_discrete": {},
-    "ppo_rnn": {},
-}  # of noise
+# Of the noise; only one script has such bounds.
+NO_BOUNDS = {"ppo_continuous": {"log_std_min": -20.0, "log_std_max": 20.0}, "ppo_discrete": {}, "ppo_rnn": {}}
 MASKS = {"ppo_continuous": [], "ppo_discrete": [None], "ppo_rnn": [None]}  # what ppo_loss takes behind the actions
 
 
@@ -125,20 +121,17 @@ def rollouts(script, watch):
 @pytest.fixture
 def main(monkeypatch, capsys):
     """main(script, *flags): the command line in this process, which is much faster than in a new one. Gives the exit
-    status (0 where main() returns) and what was printed."""
+    status and what was printed. An error that the script leaves to Python is raised."""
 
     def call(script, *flags):
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
+        monkeypatch.setattr(sys, "path", [*sys.path])  # the script appends the current folder
         capsys.readouterr()  # what was printed before
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        status = 0
         try:
-            script.main()
-            status = 0
+            run_last_block(script)
         except SystemExit as exit:
             status = exit.code
-        finally:  # Ctrl-C is pytest's again
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         stdout, stderr = capsys.readouterr()
         return SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
 

@@ -73,8 +73,8 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """At its 300th step it returns NaN, in the observation or in the reward, infinity, or an observation of another
-    shape; or it raises, or never returns. "some" raise: those with an odd seed. "slow" only has a slow first step."""
+    """At its 300th step it returns NaN or infinity, in the reward, or an observation of another shape; or it raises, is
+    interrupted, or never returns. "some" raise: those with an odd seed. "slow" only has a slow first step."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
@@ -85,14 +85,14 @@ class Broken(Target):
         self.steps += 1
         if self.steps == 300 and self.where == "reward":
             reward = np.nan
-        if self.steps == 300 and self.where == "obs":
-            obs, terminated = obs * np.nan, False
         if self.steps == 300 and self.where == "infinity":
             reward = -np.inf
         if self.steps == 300 and self.where == "shape":
             obs, terminated = np.zeros(3, np.float32), False
         if self.steps == 300 and (self.where == "raise" or (self.where == "some" and self.np_random_seed % 2)):
             raise RuntimeError("the simulator is lost")
+        if self.steps == 300 and self.where == "interrupt":
+            raise KeyboardInterrupt
         while self.steps == 300 and self.where == "hang":
             time.sleep(0.1)
         if self.steps == 1 and self.where == "slow":
@@ -250,8 +250,7 @@ register("Chain", Chain)
 register("AlignedChain", Chain, lengths=(8,))
 register("Target", Target)
 register("NanReward", Broken)
-register("NanObs", Broken, where="obs")
-for where in ("infinity", "shape", "raise", "some", "hang", "slow"):
+for where in ("infinity", "shape", "raise", "interrupt", "some", "hang", "slow"):
     register(where.title(), Broken, where=where)
 for environment in (Shaped, Integers, OtherTypes, Whole, OneArray, Words):
     register(environment.__name__, environment)

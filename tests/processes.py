@@ -1,8 +1,9 @@
-"""Scripts in processes of their own, for the tests that kill, stop or pair them.
+"""Scripts in processes of their own, for the tests that kill or stop them.
 
 They are forked from a server that has imported torch and the scripts already, so each one starts at once. (`run` in
 conftest.py starts a whole new Python.)"""
 
+import ast
 import contextlib
 import importlib
 import multiprocessing.forkserver
@@ -11,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -30,6 +32,7 @@ def start_server():
 
 def work(function, arguments, environment, output):
     os.setsid()  # a process group of its own, as a job of a terminal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
     os.environ.update(environment)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -37,10 +40,16 @@ def work(function, arguments, environment, output):
     function(*arguments)
 
 
+def run_last_block(module):
+    """What `python SCRIPT.py` runs in the end: the block under `if __name__ == "__main__":`."""
+    last = ast.parse(Path(module.__file__).read_text()).body[-1]
+    exec(compile(ast.Module(last.body, []), module.__file__, "exec"), vars(module))
+
+
 def run_main(script, flags):
     importlib.import_module("probes")
     sys.argv = [f"{script}.py", *flags]
-    sys.exit(importlib.import_module(script).main())
+    run_last_block(importlib.import_module(script))
 
 
 def die_with_half_a_checkpoint(script, flags):

@@ -1,7 +1,8 @@
-"""Checkpoints that are damaged, from elsewhere, or would not be worth keeping."""
+"""Checkpoints that are damaged, or come from elsewhere: they run no code, and nothing in the folder changes."""
 
 import importlib
 import os
+import sys
 
 import pytest
 import torch
@@ -18,51 +19,61 @@ class Command:
         return os.system, (f"touch {self.path.with_name('it-ran')}",)
 
 
+def changed(path, **entries):
+    torch.save(torch.load(path) | entries, path)
+
+
 DAMAGE = {
     "empty": lambda path: path.write_bytes(b""),
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
-    "flipped": lambda path: path.write_bytes(b"\0" * 64 + path.read_bytes()[64:]),
     "text": lambda path: path.write_text("hello"),
     "another program's": lambda path: torch.save({"model": torch.zeros(3)}, path),
-    "a pickle that would run code": lambda path: torch.save(torch.load(path) | {"seconds": Command(path)}, path),
-    "not a dictionary": lambda path: torch.save(torch.zeros(3), path),
-    "of another agent": lambda path: torch.save(
-        torch.load(path) | {"agent": {"critic.0.weight": torch.zeros(3)}}, path
-    ),
-    "without its optimizer": lambda path: torch.save(
-        {key: value for key, value in torch.load(path).items() if key != "optimizer"}, path
-    ),
-    "of another version": lambda path: torch.save(torch.load(path) | {"args": {"no_such_argument": 1}}, path),
+    "a pickle that would run code": lambda path: changed(path, seconds=Command(path)),
+    "of another version": lambda path: changed(path, args={"no_such_argument": 1}),
 }
 
 
-def test_damaged_checkpoint(script, run_dir, main):
-    """It is refused in one line. Nothing in the folder changes: a command in the checkpoint does not run either."""
-    path = run_dir / "checkpoint.pt"
-    whole = path.read_bytes()
-    for name, damage in DAMAGE.items():
-        path.write_bytes(whole)
-        damage(path)
-        files = {path: path.read_bytes() for path in run_dir.iterdir()}
-        for flag in ("--resume", "--evaluate"):
-            assert_one_line(main(script, flag, run_dir), "checkpoint.pt is missing, damaged, or")
-            assert files == {path: path.read_bytes() for path in run_dir.iterdir()}, name
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoint(script, run_dir, main, damage):
+    """An error, and nothing in the folder changes: a command in the checkpoint does not run either."""
+    DAMAGE[damage](run_dir / "checkpoint.pt")
+    files = {path: path.read_bytes() for path in run_dir.iterdir()}
+    for flag in ("--resume", "--evaluate"):
+        with pytest.raises(Exception):  # noqa: B017  torch's own, which differ
+            main(script, flag, run_dir)
+        assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
+
+
+def test_missing_checkpoint(script, tmp_path, main):
+    """The error names the file, and no folder is made."""
+    for flag in ("--resume", "--evaluate"):
+        with pytest.raises(FileNotFoundError, match=r"nowhere/checkpoint\.pt"):
+            main(script, flag, tmp_path / "nowhere")
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoint_of_another_script(script, tmp_path, main):
-    name = SCRIPTS[SCRIPTS.index(script.__name__) - 1]
-    other = importlib.import_module(name)
+    """An error; what the other script needs to go on stays as it was."""
+    other = importlib.import_module(SCRIPTS[SCRIPTS.index(script.__name__) - 1])
     _, run_dir = other.train(other.Args(env_id=probe(other), runs_dir=str(tmp_path), **SMALL))
+    before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
     for flag in ("--resume", "--evaluate"):
-        message = "checkpoint.pt is missing, damaged, or from another script or version"
-        assert_one_line(main(script, flag, run_dir), message)
+        with pytest.raises((TypeError, KeyError, RuntimeError)):
+            main(script, flag, run_dir)
+        assert before == {name: (run_dir / name).read_bytes() for name in before}
 
 
-def test_weights_that_are_not_finite_are_not_saved(script, small_args, run_dir, capsys):
-    """A resumed run that diverges ends in one line, code 2, and leaves the checkpoint as it was."""
-    before = (run_dir / "checkpoint.pt").read_bytes()
-    more = {"learning_rate": 1e38, "max_grad_norm": 0.0, "total_timesteps": 1024, "checkpoint_interval": 1}
-    with pytest.raises(SystemExit) as exit:
-        script.train(small_args(resume=str(run_dir), anneal_lr=False, target_kl=None, **more))
-    assert exit.value.code == 2 and "gave NaN or infinity; the last checkpoint is kept" in capsys.readouterr().err
-    assert (run_dir / "checkpoint.pt").read_bytes() == before
+def test_checkpoint_that_names_a_module(script, run_dir, main):
+    """A stranger does not choose which module of this machine is imported. Who asks for it on the command line may have
+    it. `this` stands for such a module: no test needs it."""
+    path = run_dir / "checkpoint.pt"
+    args = torch.load(path)["args"]
+    env_id = f"this:{args['env_id']}"
+    changed(path, args=args | {"env_id": env_id, "eval_episodes": 1, "total_timesteps": 320})
+    for flag in ("--resume", "--evaluate"):
+        sys.modules.pop("this", None)
+        refused = main(script, flag, run_dir)
+        assert_one_line(refused, f"the checkpoint names a module: if you trust it, add --env-id {env_id}")
+        assert "this" not in sys.modules
+        assert main(script, flag, run_dir, f"--env-id={env_id}").returncode == 0
+        assert "this" in sys.modules

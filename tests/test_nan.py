@@ -1,12 +1,11 @@
-"""Environments that return NaN."""
+"""NaN and infinity, from an environment or from learning: one line, code 2, and the last checkpoint stays."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import probes
 import pytest
-from conftest import probe
+from conftest import assert_one_line, flags_of, probe
 
 
 class NanReset(probes.Target):
@@ -25,33 +24,56 @@ class NanReset(probes.Target):
         return self.target.copy(), 0.0, True, False, {}
 
 
+class NanEnd(probes.Chain):
+    """The last observation of its third episode, which is truncated, is NaN."""
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        self.ends = getattr(self, "ends", 0) + rest[2]
+        return obs * np.nan if rest[2] and self.ends == 3 else obs, *rest
+
+
+class NanLater(probes.Target):
+    """Observes NaN after its 300th step, and takes any action, also the one that NaN leads to."""
+
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        obs = self.target * np.nan if self.steps == 300 else self.target.copy()
+        return obs, 0.0, self.steps != 300, False, {}
+
+
+probes.register("NanLater", NanLater)
 probes.register("NanFirst", NanReset, number=1)
 probes.register("NanReset", NanReset, number=10)
+probes.register("NanEnd", NanEnd, lengths=(5,))
 
 
-@pytest.mark.parametrize(
-    "name, where", [("NanFirst", ""), ("NanReset", "NanReset-v0 returned NaN or infinity in step 36")]
-)
-def test_environment_that_resets_to_nan(script, small_args, name, where, capsys):
-    """One line, code 2, no checkpoint."""
+@pytest.mark.parametrize("name", ["NanFirst", "NanReset", "NanEnd"])
+def test_no_checkpoint_of_nan(script, small_args, main, name):
+    """In the first iteration."""
     args = small_args(env_id=probe(script, name), norm_obs=False)
-    with pytest.raises(SystemExit) as exit:
-        script.train(args)
-    (error,) = capsys.readouterr().err.splitlines()
-    assert exit.value.code == 2 and "NaN or infinity" in error and where in error
+    assert_one_line(main(script, *flags_of(**vars(args) | {"hidden_sizes": "[64, 64]"})), "NaN or infinity in")
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
-@pytest.mark.parametrize("where, interval, kept", [("Obs", 7, 64 * 14), ("Reward", 100, 64)])
-def test_environment_that_returns_nan(script, small_args, where, interval, kept, capsys):
-    """One line, code 2; the last checkpoint before it stays, and it can be resumed. The first iteration leaves one,
-    whatever the interval."""
-    args = small_args(env_id=probe(script, f"Nan{where}"), total_timesteps=64 * 40, checkpoint_interval=interval)
-    with pytest.raises(SystemExit) as exit:
+@pytest.mark.parametrize("name", ["NanLater", "NanReward", "Infinity"])
+def test_environment_that_returns_nan(script, small_args, name):
+    """In step 1200: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
+    args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0)
+    with pytest.raises(ValueError, match=r"^NaN or infinity in .*: \S+ keeps its checkpoint$") as error:
         script.train(args)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and re.search(r"Nan\S+ returned NaN or infinity in step 1200", error), error
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
-    assert saved["global_step"] == kept
-    assert all(tensor.isfinite().all() for tensor in saved["agent"].state_dict().values())
+    assert str(run_dir) in str(error.value) and saved["global_step"] == 64 * 18
+    assert all(tensor.isfinite().all() for tensor in saved["agent"].values())
+    script.train(resume=run_dir)
+    assert script.load_checkpoint(run_dir)["global_step"] == 64 * 20
+
+
+def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
+    """A resumed run that diverges leaves the checkpoint as it was."""
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
+    diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
+    assert_one_line(diverged, f"NaN or infinity in observations, rewards or weights: {run_dir} keeps its checkpoint")
+    assert (run_dir / "checkpoint.pt").read_bytes() == before

@@ -1,6 +1,5 @@
 """The same seed gives the same run, to the bit; environments and resumed runs have seeds of their own."""
 
-import dataclasses
 import random
 from typing import ClassVar
 
@@ -9,7 +8,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import assert_same_learner, probe
+from conftest import assert_same_learner, make_agent, probe, rows
 
 
 def test_same_seed_same_run(script, small_args, run_dir):
@@ -17,7 +16,7 @@ def test_same_seed_same_run(script, small_args, run_dir):
     folders = [run_dir, *(script.train(small_args(seed=seed))[1] for seed in (1, 2))]
     checkpoints = [script.load_checkpoint(folder) for folder in folders]
     assert_same_learner(checkpoints[0], checkpoints[1])
-    assert not torch.equal(checkpoints[0]["agent"].critic[0].weight, checkpoints[2]["agent"].critic[0].weight)
+    assert not torch.equal(*(checkpoints[i]["agent"]["critic.0.weight"] for i in (0, 2)))
 
 
 class Seeds(probes.Target):
@@ -44,22 +43,23 @@ def test_seeds_of_a_resumed_run(script, small_args):
     Seeds.seeds.clear(), Seeds.actions.clear()
     still = {"learning_rate": 1e-30, "anneal_lr": False, "total_timesteps": 64}
     _, run_dir = script.train(small_args(env_id=probe(script, "Seeds"), **still))
-    args = script.load_checkpoint(run_dir)["args"]
-    script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=128))
+    args = script.load_args(run_dir)
+    args.total_timesteps = 128
+    script.train(args, run_dir)
     assert len(Seeds.seeds) == len(set(Seeds.seeds)) == 8
     assert len(Seeds.actions) == 128 and not np.array_equal(Seeds.actions[:64], Seeds.actions[64:])
 
 
 class GlobalNumbers(gym.Env):
-    """Observes what numpy's global generator gives, and Python's."""
+    """Observes what the global generators of numpy, Python and torch give."""
 
-    observation_space = gym.spaces.Box(0, 1, (2,))
+    observation_space = gym.spaces.Box(0, 1, (3,))
 
     def __init__(self, discrete):
         self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
 
     def observe(self):
-        return np.array([np.random.random(), random.random()], np.float32)
+        return np.array([np.random.random(), random.random(), torch.rand(()).item()], np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -78,23 +78,29 @@ def test_environments_that_draw_from_the_global_generators(script, small_args, a
     """The same seed gives the same run, and each environment has numbers of its own."""
     runs = []
     for seed in (1, 1, 2):
-        args = small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs, seed=seed)
+        args = small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs, seed=seed, total_timesteps=128)
         agent, run_dir = script.train(args)
-        returns = [line.split(",")[1] for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
-        runs.append((returns, agent.state_dict()))
+        runs.append(([row[1] for row in rows(run_dir)[1:]], agent.state_dict()))
     (first, state), (second, same_state), (other, _) = runs
-    assert len(first) == len(set(first)) > 40 and first == second != other
+    assert len(first) == len(set(first)) > 16 and first == second != other
     torch.testing.assert_close(state, same_state, atol=0, rtol=0)
 
 
-def test_evaluation_has_noise_of_its_own(script, small_args):
-    """Whatever the environment draws from, an evaluation repeats itself. It leaves the policy's noise as it was."""
-    env_id = probe(script, "GlobalNumbers")
-    agent, _ = script.train(small_args(env_id=env_id))
-    torch.manual_seed(7)
-    expected = torch.rand(())
-    torch.manual_seed(7)
-    returns = script.evaluate(agent, env_id, 3, seed=1, deterministic=False)
-    assert torch.rand(()) == expected
-    np.testing.assert_array_equal(returns, script.evaluate(agent, env_id, 3, seed=1, deterministic=False))
-    assert len(set(returns)) == 3 and (returns != script.evaluate(agent, env_id, 3, seed=2)).any()
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_every_environment_has_a_seed_of_its_own(script, small_args, async_envs):
+    """For each of the three generators, though a process of an environment begins as a copy of the same one."""
+    envs = script.make_envs(small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs))
+    one, two, other = (envs.reset(seed=seed)[0].copy() for seed in (5, 5, 50))
+    envs.close()
+    assert one.shape == (4, 3) and len(np.unique(np.concatenate([one, other]))) == 24
+    np.testing.assert_array_equal(one, two)
+
+
+def test_evaluation_has_seeds_of_its_own(script, small_args):
+    """Whatever the environment draws from, an evaluation repeats itself, and each of its episodes is another one."""
+    args = small_args(env_id=probe(script, "GlobalNumbers"), eval_deterministic=False)
+    agent = make_agent(script, obs_size=3, action_size=1)
+    returns = script.evaluate(agent, args, 3)
+    np.testing.assert_array_equal(returns, script.evaluate(agent, args, 3))
+    args.seed = 9
+    assert len({*returns, *script.evaluate(agent, args, 3)}) == 6

@@ -1,9 +1,9 @@
 """--capture-video."""
 
-import json
-
 import numpy as np
 import probes
+import pytest
+from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of, probe
 
 
 class Drawn(probes.Chain):
@@ -20,19 +20,37 @@ class Drawn(probes.Chain):
 
 
 probes.register("Noise", Drawn)
-# What draws without a display; an ALE game has an evaluation of its own.
-DRAWN = {"ppo_continuous": "box/Noise-v0", "ppo_discrete": "ALE/Breakout-v5", "ppo_rnn": "CartPole-v1"}
+NOT_SAVED = pytest.mark.xfail(
+    strict=True, reason="evaluate closes the environment inside RecordVideo, which saves none"
+)
 
 
+@NOT_SAVED
 def test_video(script, small_args, main):
-    """--capture-video in training and in evaluation, on a simulator that can draw."""
-    # Sampled actions: the likeliest ones of a new agent may never start a game of Breakout.
-    changes = {"capture_video": True, "eval_deterministic": False, "total_timesteps": 128}
-    if script.__name__ == "ppo_discrete":
-        changes["env_kwargs"] = json.dumps({"max_num_frames_per_episode": 200})
-    _, run_dir = script.train(small_args(env_id=DRAWN[script.__name__], **changes))
-    assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
+    """In training, where it changes nothing of what is learned, and in evaluation."""
+    changes = {"env_id": probe(script, "Noise"), "total_timesteps": 128}
+    _, run_dir = script.train(small_args(capture_video=True, **changes))
+    videos = run_dir / "videos"
+    assert sorted(path.name for path in videos.glob("*.mp4")) == ["step-128-episode-0.mp4", "step-64-episode-0.mp4"]
+    _, without = script.train(small_args(**changes))
+    assert_same_learner(script.load_checkpoint(run_dir), script.load_checkpoint(without))
     finished = main(script, "--evaluate", run_dir, "--eval-episodes=1", "--capture-video")
     assert finished.returncode == 0, finished.stderr
-    videos = list((run_dir / "videos").glob("*.mp4"))
-    assert len(videos) == 3 and all(path.stat().st_size > 1000 for path in videos)
+    assert len(list(videos.glob("*.mp4"))) == 3 and all(path.stat().st_size > 1000 for path in videos.glob("*.mp4"))
+
+
+@ONE
+@NOT_SAVED
+def test_about_ten_videos_of_a_run(script, small_args):
+    """However many iterations it has; the first one is among them."""
+    sizes = {"num_envs": 1, "num_steps": 8, "num_minibatches": 1, "total_timesteps": 8 * 48}
+    _, run_dir = script.train(small_args(env_id=probe(script, "Noise"), capture_video=True, **sizes))
+    steps = {int(path.name.split("-")[1]) for path in (run_dir / "videos").glob("*.mp4")}
+    assert 9 <= len(steps) <= 12 and min(steps) == 8
+
+
+def test_environment_that_cannot_be_drawn(script, tmp_path, main):
+    """Refused in one line, before anything is trained."""
+    flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
+    assert_one_line(main(script, *flags), f"{probe(script)} cannot draw videos")
+    assert not list(tmp_path.iterdir())
