@@ -120,12 +120,7 @@ BAD_FOR = {
         **WHOLE,
     },
 }
-ROUNDED = pytest.mark.xfail(strict=True, reason="parse_args rounds 4.5 to 4")
-CASES = [
-    pytest.param(name, case, marks=[ROUNDED] if case == "fraction of an environment" else [])
-    for name in SCRIPTS
-    for case in BAD | BAD_FOR[name]
-]
+CASES = [(name, case) for name in SCRIPTS for case in BAD | BAD_FOR[name]]
 
 
 @pytest.mark.parametrize("script, case", CASES, indirect=["script"])
@@ -180,11 +175,8 @@ def test_home_in_runs_dir(script, main, tmp_path, monkeypatch):
     assert script.load_checkpoint(run_dir)["global_step"] == 128
 
 
-def test_help(script, main, request):
+def test_help(script, main):
     """It begins with what the script is and with its commands, and says something about every flag."""
-    if script.__name__ != "ppo_continuous":
-        reason = "the comment of stagger_envs stands inside its parentheses, where tyro does not see it"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     finished = main(script, "--help")
     assert finished.returncode == 0
     head, options = finished.stdout.split(" options ")

@@ -153,7 +153,6 @@ def test_evaluation_leaves_the_generators_as_they_were(script, small_args, fails
     assert draw() == expected
 
 
-@pytest.mark.xfail(strict=True, reason="numpy's global generator takes no seed above 2**32 - 1")
 def test_a_seed_that_training_takes(script, small_args, main):
     """Evaluation takes it too."""
     _, run_dir = script.train(small_args(seed=10**12, total_timesteps=64))

@@ -151,7 +151,6 @@ def test_a_notebook_that_is_interrupted_goes_on(script, small_args):
 
 
 @ONE
-@pytest.mark.xfail(strict=True, reason="closing the environments raises where their processes are gone: status 1")
 def test_ctrl_c_ends_the_processes_of_environments(script, tmp_path):
     """A terminal sends it to all of them, and here they are quicker. The run ends with 130, and no process is left."""
     process = start(script.__name__, tmp_path, env_id=probe(script), **LONG | {"async_envs": True})

@@ -69,7 +69,6 @@ def test_speed_is_that_of_the_iteration(script, small_args):
         assert two - one - 0.011 < 256 / speed < two - one + 0.011
 
 
-@pytest.mark.xfail(strict=True, reason="docs/metrics.md lacks losses/old_approx_kl and charts/policy_std")
 def test_metric_table_lists_what_is_logged(script, run_dir):
     table = set(re.findall(r"^\| `(\S+)`", (ROOT / "docs" / "metrics.md").read_text(), re.M))
     logged = set(scalars(run_dir))

@@ -187,7 +187,6 @@ def test_latest_of_a_copied_run(script, small_args, run_dir, main, monkeypatch, 
     assert [script.load_checkpoint(folder)["global_step"] for folder in (copy, run_dir)] == [512, 256]
 
 
-@pytest.mark.xfail(strict=True, reason="train looks for the latest run in ./runs, whatever args.runs_dir is")
 def test_latest_from_python(script, run_dir):
     """With arguments, it is that of their runs_dir."""
     args = dataclasses.replace(script.load_args(run_dir), runs_dir=str(run_dir.parent), total_timesteps=320)

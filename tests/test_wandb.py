@@ -64,7 +64,6 @@ def test_wandb(script, small_args, main, offline_wandb):
 
 
 @ONE
-@pytest.mark.xfail(strict=True, reason="the path that --resume was given has no name: wandb refuses an empty id")
 def test_a_run_that_is_tracked_later(script, run_dir, main, offline_wandb, monkeypatch):
     """Resumed from within its folder, it has the folder's name all the same."""
     monkeypatch.chdir(run_dir)

@@ -274,7 +274,7 @@ def train(args=None, resume=None):
 
     resume: the folder of a run to continue, or "latest". Its settings apply, unless args are given."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    resume = resume and find_run(resume)
+    resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
     check(args)
     device, rank, num_ranks = start_device(args)
@@ -283,7 +283,8 @@ def train(args=None, resume=None):
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
     with contextlib.ExitStack() as cleanup:  # whatever ends training
-        envs = cleanup.enter_context(contextlib.closing(make_envs(args, N)))
+        envs = make_envs(args, N)
+        cleanup.callback(envs.close, terminate=True)  # also where Ctrl-C has ended its workers already
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)))
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
@@ -477,7 +478,7 @@ class VectorMember(gym.Wrapper):
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             random.seed(seed)
-            np.random.seed(seed)
+            np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
         obs, info = self.env.reset(seed=seed, options=options)
         return obs, self.keep_mask(info)
@@ -582,9 +583,9 @@ class Run:
             import wandb
 
             # A resumed run continues the same run of wandb. A sweep chooses the id, otherwise it is the folder's name.
-            run_id = self.checkpoint.get("wandb_id") or self.dir.name
+            run_id = self.checkpoint.get("wandb_id") or self.dir.resolve().name
             options = {"resume": "allow", "reinit": "create_new", "dir": self.dir, "save_code": True}
-            names = {"name": self.dir.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            names = {"name": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -741,7 +742,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and not value.isdecimal():
             with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+                word = word if float(value) % 1 else f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
             continue
