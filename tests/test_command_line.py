@@ -121,10 +121,11 @@ BAD_FOR = {
     },
 }
 ROUNDED = pytest.mark.xfail(strict=True, reason="parse_args rounds 4.5 to 4")
+LATE = pytest.mark.xfail(strict=True, reason="ppo_rnn.py looks at the actions once the run folder is made")
+MARKS = {(name, "fraction of an environment"): [ROUNDED] for name in SCRIPTS}
+MARKS["ppo_rnn", "integers in a Box"] = [LATE]
 CASES = [
-    pytest.param(name, case, marks=[ROUNDED] if case == "fraction of an environment" else [])
-    for name in SCRIPTS
-    for case in BAD | BAD_FOR[name]
+    pytest.param(name, case, marks=MARKS.get((name, case), [])) for name in SCRIPTS for case in BAD | BAD_FOR[name]
 ]
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import probes
-import pytest
 from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of, probe
 
 
@@ -20,12 +19,8 @@ class Drawn(probes.Chain):
 
 
 probes.register("Noise", Drawn)
-NOT_SAVED = pytest.mark.xfail(
-    strict=True, reason="evaluate closes the environment inside RecordVideo, which saves none"
-)
 
 
-@NOT_SAVED
 def test_video(script, small_args, main):
     """In training, where it changes nothing of what is learned, and in evaluation."""
     changes = {"env_id": probe(script, "Noise"), "total_timesteps": 128}
@@ -40,7 +35,6 @@ def test_video(script, small_args, main):
 
 
 @ONE
-@NOT_SAVED
 def test_about_ten_videos_of_a_run(script, small_args):
     """However many iterations it has; the first one is among them."""
     sizes = {"num_envs": 1, "num_steps": 8, "num_minibatches": 1, "total_timesteps": 8 * 48}
