@@ -704,9 +704,10 @@ class Run:
             import wandb
 
             # A resumed run continues the same run of wandb. A sweep chooses the id, otherwise it is the folder's name.
-            run_id = self.checkpoint.get("wandb_id") or self.dir.resolve().name
-            options = {"resume": "allow", "reinit": "create_new", "dir": self.dir, "save_code": True}
-            names = {"name": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            folder = self.dir.resolve()
+            run_id = self.checkpoint.get("wandb_id") or folder.name
+            options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
+            names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)

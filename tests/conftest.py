@@ -23,6 +23,9 @@ import probes  # noqa: E402, F401
 from processes import Started, kill_what_is_left, run_last_block, run_main, wait_for  # noqa: E402, F401
 
 torch.set_num_threads(1)
+# TensorBoard reads files in the order of their names, which end in a second and a counter of this process: 10 is before
+# 9 where two runs begin in one second, as they only do here.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 SCRIPTS = ["ppo_continuous", "ppo_discrete", "ppo_rnn"]
 # For services that are the same text in all scripts, and take long to try.
 ONE = pytest.mark.parametrize("script", SCRIPTS[:1], indirect=True)
@@ -223,13 +226,6 @@ def start(script, runs_dir, environment=None, output=None, **args):
 def no_process_is_left():
     yield
     kill_what_is_left()
-
-
-@pytest.fixture(autouse=True)
-def event_files_in_order(monkeypatch):
-    """TensorBoard reads files in the order of their names, which end in a second and a counter of this process: 10 is
-    before 9 where two runs begin in one second, as they only do here."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
 
 
 def scalars(run_dir):

@@ -156,14 +156,6 @@ class Whole(Target):
         self.action_space = gym.spaces.Box(0, 9, (2,), np.int64)
 
 
-class Words(Target):
-    """Observations without a fixed size."""
-
-    def __init__(self, discrete):
-        super().__init__(discrete)
-        self.observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
-
-
 class OneArray(gym.Env):
     """Counts its steps; all its observations are the same array."""
 
@@ -252,7 +244,7 @@ register("Target", Target)
 register("NanReward", Broken)
 for where in ("infinity", "shape", "raise", "interrupt", "some", "hang", "slow"):
     register(where.title(), Broken, where=where)
-for environment in (Shaped, Integers, OtherTypes, Whole, OneArray, Words):
+for environment in (Shaped, Integers, OtherTypes, Whole, OneArray):
     register(environment.__name__, environment)
 gym.register("masks/Masked-v0", Masked)
 gym.register("images/Last-v0", Images)

@@ -7,14 +7,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOX, DISCRETE, NO_BOUNDS, RNN, ROOT, scalars
+from conftest import BOX, DISCRETE, NO_BOUNDS, RNN, ROOT, rows, scalars
 
 
 @BOX
 def test_stored_actions_are_not_clipped(script, small_args, minibatches):
     """The probe refuses an action outside its bounds; what the update sees reaches beyond them."""
     script.train(small_args(log_std_init=0.5, **NO_BOUNDS[script.__name__]))
-    assert torch.cat([arguments[4] for arguments, _ in minibatches]).abs().max() > 1.5
+    assert torch.cat([arguments[3] for arguments, _ in minibatches]).abs().max() > 1.5
 
 
 class Half(gym.Env):
@@ -36,8 +36,39 @@ gym.register("box/Half-v0", Half)
 
 @BOX
 def test_half_actions(script, small_args):
-    agent, _ = script.train(small_args(env_id="box/Half-v0"))
-    script.evaluate(agent, "box/Half-v0", 1, 0)
+    args = small_args(env_id="box/Half-v0")
+    agent, _ = script.train(args)
+    script.evaluate(agent, args, 1)
+
+
+@BOX
+def test_actions_in_units_of_their_bounds(script):
+    """-1, 0 and 1 are the lower bound, the middle and the upper bound; beyond them an action is clipped. Where a bound
+    is infinite, or as good as that, the action is passed on as it is, clipped at the finite one."""
+    largest = np.finfo(np.float32).max
+    low, high = [-1, 0, 2, -np.inf, -3, -largest], [1, 1000, 2.01, np.inf, np.inf, largest]
+    space = gym.spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
+    agent = bounded_agent(script, space)
+    for action, expected in [
+        (-1, [-1, 0, 2, -1, -1, -1]),
+        (0, [0, 500, 2.005, 0, 0, 0]),
+        (1, [1, 1000, 2.01, 1, 1, 1]),
+        (0.5, [0.5, 750, 2.0075, 0.5, 0.5, 0.5]),
+        (-7, [-1, 0, 2, -7, -3, -7]),
+        (7, [1, 1000, 2.01, 7, 7, 7]),
+    ]:
+        given = agent.to_env_action(torch.full((3, 6), float(action)))
+        torch.testing.assert_close(given, torch.tensor([expected] * 3, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+        assert all(space.contains(row) for row in given.numpy())
+    standard = bounded_agent(script, gym.spaces.Box(-1, 1, (6,), np.float32))
+    actions = torch.randn(500, 6).clamp(-1, 1)
+    assert torch.equal(standard.to_env_action(actions), actions)
+
+
+def bounded_agent(script, space):
+    bounds = {"action_low": space.low, "action_high": space.high}
+    actions = [bounds] if script.__name__ == "ppo_rnn" else bounds.values()
+    return script.Agent((1,), *actions, script.Args())
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_adv": "minibatch", "num_minibatches": 32}], ids=["first", "one row"])
@@ -52,7 +83,7 @@ def test_gpu_sim_with_bounds_above_0_and_minibatches_of_one_step(tmp_path, chang
 def test_actions_of_unsigned_types(script):
     """torch cannot add them; the environment gets what its space says."""
     space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint16, start=[1, 5])
-    agent = script.Agent((3,), script.describe_actions(space), script.Args())
+    agent = script.Agent((3,), *script.choices(space), script.Args())
     actions = [agent.predict(raw_obs, deterministic=False) for raw_obs in np.random.default_rng(0).normal(size=(50, 3))]
     assert all(space.contains(action) for action in actions) and len({tuple(action) for action in actions}) == 6
 
@@ -104,7 +135,7 @@ def test_multibinary_actions(script, small_args):
     """Each switch is a choice of two; it is learned, and the trained agent acts."""
     sizes = {"num_envs": 16, "num_steps": 16, "update_epochs": 8, "total_timesteps": 256 * 6}
     _, run_dir = script.train(small_args(env_id="Switches-v0", learning_rate=1e-2, anneal_lr=False, **sizes))
-    assert script.evaluate(script.load_agent(run_dir), "Switches-v0", 50, 0).mean() > 2.2
+    assert script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 50).mean() > 2.2
 
 
 class Tell(gym.Env):
@@ -136,9 +167,8 @@ def test_actions_of_a_run_are_drawn_from_its_policy(script, small_args):
     last_layer[0].zero_()
     last_layer[1].copy_(torch.cat([first, second]).log())
     torch.save(checkpoint, run_dir / "checkpoint.pt")
-    script.train(small_args(total_timesteps=5120, resume=str(run_dir), learning_rate=0.0, **sizes))
-    rows = [row.split(",") for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
-    actions = torch.tensor([int(row[1]) for row in rows if int(row[0]) > 1024])
+    script.train(small_args(total_timesteps=5120, learning_rate=0.0, **sizes), run_dir)
+    actions = torch.tensor([int(row[1]) for row in rows(run_dir)[1:] if int(row[0]) > 1024])
     assert len(actions) == 4096
     frequencies = actions.bincount(minlength=6) / len(actions)
     torch.testing.assert_close(frequencies, (first.unsqueeze(1) * second).flatten(), atol=0.035, rtol=0)

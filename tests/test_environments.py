@@ -1,14 +1,16 @@
 """Environments: their spaces, arguments, infos, vectors and processes."""
 
+import json
 import re
 import sys
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
 import probes
 import pytest
 import torch
-from conftest import ONE, REAL_ENV, SMALL, assert_one_line, assert_same_learner, flags_of, probe, scalars
+from conftest import ONE, REAL_ENV, SMALL, assert_one_line, assert_same_learner, flags_of, probe, rows, scalars
 
 
 @pytest.mark.parametrize("name", ["Shaped", "Integers", "OtherTypes"])
@@ -16,7 +18,22 @@ def test_other_spaces(script, small_args, name):
     """Dictionaries, integers and booleans become a vector, actions take the shape and the type of their space."""
     env_id = probe(script, name)
     _, run_dir = script.train(small_args(env_id=env_id))
-    assert script.evaluate(script.load_agent(run_dir), env_id, 2, seed=0).shape == (2,)
+    assert script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 2).shape == (2,)
+
+
+# What no chart can show. None of it ends a run.
+NO_NUMBERS = {
+    "text": "solved",
+    "none": None,
+    "dictionary": {"a": 1},
+    "list": [1, 2],
+    "array": np.zeros(3),
+    "duration": np.timedelta64(5, "s"),
+    "date": np.datetime64("2020-01-01"),
+    "huge": 10**400,
+    "complex": 1j,
+    "function": print,
+}
 
 
 class Adjustable(probes.Target):
@@ -28,7 +45,8 @@ class Adjustable(probes.Target):
 
     def step(self, action):
         obs, reward, *rest, _ = super().step(action)
-        return obs, reward + self.bonus, *rest, {"is_success": True, "bonus": np.float32(self.bonus), "name": "x"}
+        infos = {"is_success": True, "bonus": np.float32(self.bonus), "name": "x"} | NO_NUMBERS
+        return obs, reward + self.bonus, *rest, infos
 
 
 probes.register("Adjustable", Adjustable)
@@ -37,22 +55,18 @@ probes.register("Adjustable", Adjustable)
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_env_kwargs_and_info_metrics(script, small_args, main, async_envs):
     """--env-kwargs reach the environments of training and of evaluation. Numbers in the last info of an episode are
-    logged as info/NAME, nothing else of it is."""
+    logged as info/NAME, their mean over the episodes of an iteration; nothing else of it is, or ends the run."""
     args = small_args(env_id=probe(script, "Adjustable"), env_kwargs='{"bonus": 100}', async_envs=async_envs)
     _, run_dir = script.train(args)
     logged = scalars(run_dir)
     assert {name for name in logged if name.startswith("info/")} == {"info/is_success", "info/bonus"}
-    assert {value for _, value in logged["info/bonus"]} == {100.0}
+    assert logged["info/bonus"] == [(step, 100.0) for step in (64, 128, 192, 256)]
     assert all(value > 50 for _, value in logged["charts/episodic_return"])
     means = []
     for kwargs in ([], ['--env-kwargs={"bonus": 1000}']):
         printed = main(script, f"--evaluate={run_dir}", *kwargs).stdout
         means.append(float(re.findall(r"mean (\S+),", printed)[-1]))
     assert 50 < means[0] < 150 and means[1] - means[0] == pytest.approx(900, abs=1)
-    if not async_envs:
-        for text, message in (("{", "Expecting property name"), ('{"no_such": 1}', "no_such")):
-            flags = f"--env-id={args.env_id}", f"--env-kwargs={text}", "--num-envs=4"
-            assert_one_line(main(script, *flags), message)
 
 
 @ONE
@@ -75,7 +89,8 @@ TALK = {  # infos that a vector of environments cannot gather: what the n-th one
 
 
 class Talkative(gym.Env):
-    """Episodes of five steps; observes how many it has made. Infos of many kinds, that of reset is called final_obs."""
+    """Episodes of five steps; observes how many it has made. Infos of many kinds, that of reset is called final_obs.
+    The reward is an array of one number."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
@@ -97,7 +112,7 @@ class Talkative(gym.Env):
     def step(self, action):
         self.steps += 1
         obs, info = self.observe()
-        return obs, 1.0, False, self.steps == 5, info
+        return obs, np.full((1, 1)[: self.steps % 3], 1.0), False, self.steps == 5, info
 
 
 probes.register("Talkative", Talkative)
@@ -106,7 +121,7 @@ probes.register("Talkative", Talkative)
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_infos_that_nothing_reads(script, small_args, async_envs):
     """Stop no run, and do not replace the observation in which an episode ended."""
-    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), async_envs=async_envs), 3)
+    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), async_envs=async_envs, num_envs=3))
     envs.reset(seed=[1, 2, 3])
     for _ in range(5):
         *_, infos = envs.step(envs.action_space.sample())
@@ -114,12 +129,51 @@ def test_infos_that_nothing_reads(script, small_args, async_envs):
     assert [obs.tolist() for obs in infos["final_obs"]] == [[5, 5]] * 3
 
 
+def test_a_reward_in_an_array(script, small_args):
+    """Of one number, whatever its shape: it is taken, in training and in evaluation."""
+    args = small_args(env_id=probe(script, "Talkative"))
+    _, run_dir = script.train(args)
+    assert {(row[1], row[2]) for row in rows(run_dir)[1:] if int(row[0]) > 64} == {("5", "5")}
+    assert script.evaluate(script.load_agent(run_dir), args, 2).tolist() == [5, 5]
+
+
+class Mission(gym.spaces.Space):
+    """A space that gymnasium does not know, such as MiniGrid's sentences."""
+
+
+class Space(probes.Target):
+    """Only has a space of observations, of that name."""
+
+    SPACES: ClassVar = {
+        "empty": gym.spaces.Box(-1, 1, (0,), np.float32),
+        "mission": gym.spaces.Dict(image=gym.spaces.Box(0, 1, (4,)), mission=Mission()),
+        "sequence": gym.spaces.Sequence(gym.spaces.Discrete(3)),
+        "graph": gym.spaces.Graph(gym.spaces.Discrete(3), None),
+    }
+
+    def __init__(self, discrete, space):
+        super().__init__(discrete)
+        self.observation_space = self.SPACES[space]
+
+
+probes.register("Space", Space)
+
+
+@pytest.mark.parametrize("space", Space.SPACES)
+def test_observations_that_are_no_vector(script, tmp_path, main, space):
+    """One line names the space and says what helps; nothing is made."""
+    flags = flags_of(env_id=probe(script, "Space"), env_kwargs=json.dumps({"space": space}), runs_dir=tmp_path, **SMALL)
+    refused = main(script, *flags)
+    assert_one_line(refused, f"no vector can be made of {Space.SPACES[space]}; wrap it")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_final_observation_is_the_last_one(script, small_args, async_envs):
     """Also of an environment that has begun the next episode in the same array. It is what a truncated episode is
     bootstrapped from."""
-    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), async_envs=async_envs), 2)
+    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), async_envs=async_envs, num_envs=2))
     envs.reset()
     seen = [envs.step(envs.action_space.sample()) for _ in range(5)]
     envs.close()
@@ -160,18 +214,11 @@ for kind in ("box", "discrete"):
 gym.register("native/SameStep-v0", vector_entry_point=Native)
 
 
-gym.register("native/NextStep-v0", vector_entry_point=Native, kwargs={"mode": gym.vector.AutoresetMode.NEXT_STEP})
-
-
 @ONE
-def test_environment_with_a_vector_of_its_own(script, small_args, capsys):
-    """One that restarts in the next step is refused. One without set_attr trains, not staggered."""
-    with pytest.raises(ValueError, match="its vector begins the next episode in the next step, SAME_STEP is needed"):
-        script.train(small_args(env_id="native/NextStep-v0"))
-    args = small_args(env_id="native/SameStep-v0", stagger_envs=True)
-    _, run_dir = script.train(args)
-    assert "first episodes are not staggered, its vector has no set_attr" in capsys.readouterr().err
-    assert len((run_dir / "episodes.csv").read_text().splitlines()) > 40
+def test_environment_with_a_vector_of_its_own(script, small_args):
+    """One without set_attr trains, not staggered."""
+    _, run_dir = script.train(small_args(env_id="native/SameStep-v0", stagger_envs=True))
+    assert len(rows(run_dir)) > 40
 
 
 def test_a_vector_may_reuse_its_array(script, small_args):

