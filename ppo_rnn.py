@@ -416,7 +416,8 @@ def train(args=None, resume=None):
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
-        cleanup.callback(envs.close, terminate=True)  # also where Ctrl-C has ended its workers already
+        # Ctrl-C may have ended the workers of --async-envs already: do not wait for them.
+        cleanup.callback(envs.close, **{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
         # Every resumption has its own seeds: one for networks, noise and permutations, one for the environments.

@@ -284,7 +284,8 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # whatever ends training
         envs = make_envs(args, N)
-        cleanup.callback(envs.close, terminate=True)  # also where Ctrl-C has ended its workers already
+        # Ctrl-C may have ended the workers of --async-envs already: do not wait for them.
+        cleanup.callback(envs.close, **{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)))
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
