@@ -134,7 +134,7 @@ def main(monkeypatch, capsys):
         try:
             run_last_block(script)
         except SystemExit as exit:
-            status = exit.code
+            status = 0 if exit.code is None else exit.code
         stdout, stderr = capsys.readouterr()
         return SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
 

@@ -64,9 +64,8 @@ def test_wandb(script, small_args, main, offline_wandb):
 
 
 @ONE
-def test_a_run_that_is_tracked_later(script, run_dir, main, offline_wandb, monkeypatch):
-    """Resumed from within its folder, it has the folder's name all the same."""
-    monkeypatch.chdir(run_dir)
-    assert main(script, "--resume", ".", "--track", "--total-timesteps=320").returncode == 0
+def test_a_run_that_is_tracked_later(script, run_dir, main, offline_wandb):
+    """It has the folder's name all the same."""
+    assert main(script, "--resume", run_dir, "--track", "--total-timesteps=320").returncode == 0
     history, settings = records(run_dir)
     assert settings["name"] == run_dir.name and [row["global_step"] for row in history] == [320]
