@@ -205,7 +205,11 @@ class Agent(nn.Module):
             raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
         obs = self.normalize_obs(raw_obs)
         if action_mask is not None:
-            action_mask = torch.as_tensor(np.hstack(action_mask), device=obs.device).bool().reshape(*obs.shape[:-1], -1)
+            rows = (
+                [action_mask] if obs.ndim == 1 else action_mask
+            )  # hstack: a mask may be a tuple, one for each dimension
+            action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
+            action_mask = action_mask.reshape(*obs.shape[:-1], -1)
         if deterministic:
             action = torch.stack([x.argmax(-1) for x in self.get_log_probs(obs, action_mask)], -1)
         else:

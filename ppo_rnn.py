@@ -291,7 +291,11 @@ class Agent(nn.Module):
         state = obs.new_zeros(*obs.shape[:-1], self.memory.state_size) if state is None else state
         features, state = self.memory.step(obs, state)
         if action_mask is not None:
-            action_mask = torch.as_tensor(np.hstack(action_mask), device=obs.device).bool().reshape(*obs.shape[:-1], -1)
+            rows = (
+                [action_mask] if obs.ndim == 1 else action_mask
+            )  # hstack: a mask may be a tuple, one for each dimension
+            action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
+            action_mask = action_mask.reshape(*obs.shape[:-1], -1)
         if not deterministic:
             action = self.get_action_and_value(features, action_mask=action_mask)[0]
         elif self.is_discrete:

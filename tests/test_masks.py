@@ -26,7 +26,6 @@ def test_predict_takes_masks_as_environments_give_them(script, sizes):
     assert agent.predict(np.stack([logits] * 2), action_mask=rows).tolist() == expected
 
 
-@pytest.mark.xfail(strict=True, reason="predict joins the tuples of two observations into one row, in another order")
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
 def test_predict_takes_the_tuples_of_many_environments(script, sizes):
     """As a vector of environments gathers them: an array of tuples."""
