@@ -205,9 +205,7 @@ class Agent(nn.Module):
             raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
         obs = self.normalize_obs(raw_obs)
         if action_mask is not None:
-            rows = (
-                [action_mask] if obs.ndim == 1 else action_mask
-            )  # hstack: a mask may be a tuple, one for each dimension
+            rows = [action_mask] if obs.ndim == 1 else action_mask  # a row may be a tuple of masks
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-1], -1)
         if deterministic:

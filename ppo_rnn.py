@@ -291,9 +291,7 @@ class Agent(nn.Module):
         state = obs.new_zeros(*obs.shape[:-1], self.memory.state_size) if state is None else state
         features, state = self.memory.step(obs, state)
         if action_mask is not None:
-            rows = (
-                [action_mask] if obs.ndim == 1 else action_mask
-            )  # hstack: a mask may be a tuple, one for each dimension
+            rows = [action_mask] if obs.ndim == 1 else action_mask  # a row may be a tuple of masks
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-1], -1)
         if not deterministic:

@@ -187,9 +187,7 @@ class Agent(nn.Module):
         if list(obs.shape[-3:]) != self.obs_shape.tolist():
             raise ValueError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
         if action_mask is not None:
-            rows = (
-                [action_mask] if obs.ndim == 3 else action_mask
-            )  # hstack: a mask may be a tuple, one for each dimension
+            rows = [action_mask] if obs.ndim == 3 else action_mask  # a row may be a tuple of masks
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-3], -1)
         if deterministic:
