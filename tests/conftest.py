@@ -33,7 +33,7 @@ DISCRETE = pytest.mark.parametrize("script", ["ppo_discrete"], indirect=True)
 RNN = pytest.mark.parametrize("script", ["ppo_rnn"], indirect=True)
 BOX = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
 # A run that lasts long enough to be stopped or killed.
-LONG = {"total_timesteps": 16 * 4 * 150, "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
+LONG = {"total_timesteps": 64 * 100, "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 LONG |= {"compile": False, "checkpoint_interval": 0, "seed": 5}
 # What makes a run small enough for a test.
 SMALL = {

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -64,7 +65,10 @@ def test_kill_and_resume(script, tmp_path, main):
     end = script.load_checkpoint(killed)
     assert end["global_step"] == LONG["total_timesteps"] and end["seconds"] > saved["seconds"]
     logged = [step for step, _ in scalars(killed)["losses/value_loss"]]
-    assert logged == [64 * iteration for iteration in range(1, 151)]
+    assert logged == [64 * iteration for iteration in range(1, 101)]
+    returns = np.array([float(row[1]) for row in table[1:]])
+    for step, mean in scalars(killed)["charts/last_100_return"]:  # over the checkpoint too
+        assert mean == pytest.approx(returns[max(0, step - 100) : step].mean(), rel=1e-4)
     assert_same_learner(end, script.load_checkpoint(copy))
     assert [row[:3] for row in table] == [row[:3] for row in rows(copy)]
 
