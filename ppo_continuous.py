@@ -15,7 +15,7 @@
 Choices, where PPO implementations differ (docs/choices.md says what each one gains):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. The statistics change between rollouts only,
-   so the probability ratio is 1 in the first minibatch. Checkpoints contain them.
+   so the first minibatch of an update has probability ratio 1. Checkpoints contain them.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Actions are in units of their bounds: -1 and 1 are the bounds of the environment, where these are finite.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
@@ -102,7 +102,7 @@ class Args:  # the comments are what --help prints
     log_std_max: float = -0.5  # upper bound; 20: in effect none
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). What is not listed is equal in CleanRL.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The others are CleanRL's already.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
     clip_vloss=True, ent_coef=0.0, vf_coef=0.5, kl_coef=0.0, target_kl=None,
@@ -184,14 +184,16 @@ class Agent(nn.Module):
     def get_mean_and_log_std(self, obs):
         """(..., D) -> mean (..., A), log_std (..., A)"""
         mean = self.actor(obs)
-        log_std = self.log_std.clamp(self.args.log_std_min, self.args.log_std_max)
+        clamped = self.log_std.clamp(self.args.log_std_min, self.args.log_std_max)
+        # On a bound the gradient has to pass. That of clamp does not in torch 2.14.
+        log_std = torch.where(clamped == self.log_std, self.log_std, clamped.detach())
         return mean, (log_std + self.log_std_shift).expand_as(mean)
 
     @torch.no_grad()
     def anneal_std(self, remaining):
         """Scale the standard deviation by sin(pi/2 * remaining): 1 at the start of a run, near 0 at its end."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
-        # Back inside the bounds: outside, its gradient is 0.
+        # Adam can push it past a bound, where its gradient is 0 and it would stay: move it back.
         self.log_std.clamp_(self.args.log_std_min, self.args.log_std_max)
 
     def get_action_and_value(self, obs, action=None):
@@ -237,7 +239,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
-        # After the copy: the return with the last reward of an episode counts (SB3).
+        # After the copy: the statistics include the return at an episode's last step (as in SB3).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
     return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
@@ -476,8 +478,10 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef, at most 8
-    times. So schedule a tensor: args.ent_coef = torch.tensor(0.01), and in the loop args.ent_coef.fill_(...)."""
+    """torch.compile, unless --no-compile. Changing a Python number such as args.ent_coef compiles again; after 8 times
+    torch raises an error. To schedule one, make it a tensor in a copy of args, once the run is created: args =
+    dataclasses.replace(args, ent_coef=torch.tensor(0.01)). Then call args.ent_coef.fill_(...) in the loop."""
+    torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # The random numbers of eager mode; on a CPU, C++ instead of Python between the kernels.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu"}
@@ -541,7 +545,7 @@ def make_envs(args):
 
 def stagger(envs, args):
     """--stagger-envs: bring the time limits of the first episodes forward, each by a different number of steps.
-    Otherwise all would end together, and a batch would hold one phase of the episode. -> bool (N,), shortened or not"""
+    Otherwise all would end together, and each batch would cover one phase of the episode. -> bool (N,), shortened"""
     elapsed_steps = np.zeros(args.num_envs, dtype=int)
     if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
@@ -579,7 +583,7 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
+        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard, episodes.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -632,7 +636,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Not now: only if it is due."""
+        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Unless now, only if it is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk

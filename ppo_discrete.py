@@ -15,7 +15,7 @@
 Choices, where PPO implementations differ (docs/choices.md says what each one gains):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. The statistics change between rollouts only,
-   so the probability ratio is 1 in the first minibatch. Checkpoints contain them.
+   so the first minibatch of an update has probability ratio 1. Checkpoints contain them.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
@@ -98,7 +98,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once its approximate KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). What is not listed is equal in CleanRL.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The others are CleanRL's already.
 PRESETS = {"cleanrl": dict(
     num_envs=4, learning_rate=2.5e-4, num_minibatches=4, update_epochs=4, norm_obs=False, norm_reward=False,
     clip_vloss=True, ent_coef=0.01,
@@ -226,7 +226,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
-        # After the copy: the return with the last reward of an episode counts (SB3).
+        # After the copy: the statistics include the return at an episode's last step (as in SB3).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
     return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
@@ -466,8 +466,10 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef, at most 8
-    times. So schedule a tensor: args.ent_coef = torch.tensor(0.01), and in the loop args.ent_coef.fill_(...)."""
+    """torch.compile, unless --no-compile. Changing a Python number such as args.ent_coef compiles again; after 8 times
+    torch raises an error. To schedule one, make it a tensor in a copy of args, once the run is created: args =
+    dataclasses.replace(args, ent_coef=torch.tensor(0.01)). Then call args.ent_coef.fill_(...) in the loop."""
+    torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # The random numbers of eager mode; on a CPU, C++ instead of Python between the kernels.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu"}
@@ -554,7 +556,7 @@ def read_masks(infos, sizes):
 
 def stagger(envs, args):
     """--stagger-envs: bring the time limits of the first episodes forward, each by a different number of steps.
-    Otherwise all would end together, and a batch would hold one phase of the episode. -> bool (N,), shortened or not"""
+    Otherwise all would end together, and each batch would cover one phase of the episode. -> bool (N,), shortened"""
     elapsed_steps = np.zeros(args.num_envs, dtype=int)
     if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
@@ -592,7 +594,7 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
+        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard, episodes.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -645,7 +647,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Not now: only if it is due."""
+        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Unless now, only if it is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk

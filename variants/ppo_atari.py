@@ -103,7 +103,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once its approximate KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). What is not listed is equal in CleanRL.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The others are CleanRL's already.
 PRESETS = {"cleanrl": dict(clip_vloss=True)}
 
 
@@ -464,8 +464,10 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again when a number has changed, such as args.ent_coef, at most 8
-    times. So schedule a tensor: args.ent_coef = torch.tensor(0.01), and in the loop args.ent_coef.fill_(...)."""
+    """torch.compile, unless --no-compile. Changing a Python number such as args.ent_coef compiles again; after 8 times
+    torch raises an error. To schedule one, make it a tensor in a copy of args, once the run is created: args =
+    dataclasses.replace(args, ent_coef=torch.tensor(0.01)). Then call args.ent_coef.fill_(...) in the loop."""
+    torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # The random numbers of eager mode. Instead of Python between the kernels: C++ on a CPU, a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
@@ -591,7 +593,7 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # What a killed run logged after its checkpoint goes: purge_step hides it, episodes.csv is cut.
+        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard, episodes.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -644,7 +646,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Not now: only if it is due."""
+        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Unless now, only if it is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
