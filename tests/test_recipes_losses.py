@@ -62,7 +62,7 @@ def test_clip_ranges_fall(clip_range_vf, tmp_path, monkeypatch):
     original = module.ppo_loss
 
     def ppo_loss(agent, args, *minibatch):
-        ranges.append((args.clip_coef, args.clip_range_vf))
+        ranges.append((float(args.clip_coef), None if clip_range_vf is None else float(args.clip_range_vf)))
         return original(agent, args, *minibatch)
 
     monkeypatch.setattr(module, "ppo_loss", ppo_loss)
