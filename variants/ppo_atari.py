@@ -298,8 +298,9 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
         # One vector holds all parameters, and each of them is a view of it: one Adam step serves all layers.
-        flat_parameters = parameters_to_vector(agent.parameters()).detach()
-        vector_to_parameters(flat_parameters, agent.parameters())
+        parameters = list(agent.parameters())
+        flat_parameters = parameters_to_vector(parameters).detach()
+        vector_to_parameters(flat_parameters, parameters)
         if num_ranks > 1:
             dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
@@ -316,7 +317,7 @@ def train(args=None, resume=None):
         def compute_gradient(*minibatch):
             """tensors (M, ...) -> the gradient of ppo_loss as one vector, and metrics"""
             loss, metrics = ppo_loss(agent, args, *minibatch)
-            gradients = torch.autograd.grad(loss, list(agent.parameters()))
+            gradients = torch.autograd.grad(loss, parameters)
             return torch.cat([gradient.flatten() for gradient in gradients]), metrics
 
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
@@ -422,9 +423,7 @@ def check(args):
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
     if batch_size % args.num_minibatches:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        nearest = sorted(divisors, key=lambda n: abs(n - args.num_minibatches))[:3]
-        text = f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch_size}"
-        raise UsageError(f"{text}, but {sorted(nearest)} do")
+        raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}, as {divisors} do")
 
 
 def start_device(args):
@@ -478,7 +477,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. It seeds the global generators too: with --async-envs, each worker has its own. It
-    drops all infos but masks and the numbers of an episode's last step: merging takes longer than many simulators."""
+    drops every info except masks and the numbers of an episode's last step: merging infos can cost more than a step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -496,8 +495,8 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # what is no number, or too large
                 numbers[name] = float(value)
-        obs = np.array(obs)  # a copy: the environment may reuse its array
-        return obs, reward, terminated, truncated, {"numbers": [numbers]}  # a list: gymnasium would merge a dict
+        # A copy of obs, which the reset may overwrite. A list, because gymnasium would merge a dict.
+        return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
         return {"action_mask": np.hstack(info["action_mask"])} if "action_mask" in info else {}
@@ -527,13 +526,13 @@ def make_envs(args, num_envs):
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
-    make = partial(gym.make_vec, args.env_id, num_envs, **kwargs)
-    same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
-        envs = make("vector_entry_point", **same_step)
+        envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
-        make_env(args).close()  # refuses what is no image
-        envs = make("async" if args.async_envs else "sync", wrappers=[VectorMember], vector_kwargs=same_step)
+        make_vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        envs = make_vector([partial(make_env, args)] * num_envs, **options)
+        envs.spec = make_env(args).spec
     if not isinstance(
         envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
     ):
@@ -571,10 +570,7 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"the run folder cannot be made: {error}") from None
+        self.dir.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
             self.lock.acquire(timeout=0)
