@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import DISCRETE, TESTS
 
+from recipes import with_recipes
+
 
 @DISCRETE
 def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
@@ -70,6 +72,72 @@ def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
         assert {name: ours[name].item() for name in theirs} == pytest.approx(theirs, abs=1e-6)
     for name in ("actor.4.weight", "critic.4.weight"):
         torch.testing.assert_close(agent.state_dict()[name], torch.tensor(expected[name]), atol=1e-6, rtol=0)
+
+
+def test_first_iteration_of_cleanrls_continuous_script(watch, monkeypatch, tmp_path):
+    """--preset cleanrl and the recipe time_limits_as_ends give what CleanRL's ppo_continuous_action.py computed from
+    the same weights, rollout and order of samples: advantages, losses, and the weights after 320 minibatches."""
+    script = with_recipes("ppo_continuous", "time_limits_as_ends")
+    expected = json.loads((TESTS / "cleanrl_continuous.json").read_text())
+    T, N, D, A, rng = 512, 1, 5, 3, np.random.RandomState(0)
+    obs, noise = rng.normal(size=(T + 1, N, D)).astype(np.float32), rng.normal(size=(T, N, A)).astype(np.float32)
+    rewards = rng.normal(size=(T, N)).astype(np.float32)
+    terminations, truncations = rng.rand(T, N) < 0.02, rng.rand(T, N) < 0.02
+    weights = {}
+    for name, output_size in (("critic", 1), ("actor", A)):
+        for layer, shape in ((0, (64, D)), (2, (64, 64)), (4, (output_size, 64))):
+            weight = rng.normal(size=shape).astype(np.float32) / shape[1] ** 0.5
+            weights[f"{name}.{layer}.weight"] = torch.tensor(weight)
+            weights[f"{name}.{layer}.bias"] = torch.tensor(rng.normal(size=shape[0]).astype(np.float32) * 0.1)
+    weights["log_std"] = torch.tensor(rng.normal(size=A).astype(np.float32) * 0.1)
+
+    class Replay(gym.vector.VectorEnv):
+        single_observation_space, single_action_space = gym.spaces.Box(-9, 9, (D,)), gym.spaces.Box(-1, 1, (A,))
+
+        def __init__(self, num_envs, autoreset_mode):
+            self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return obs[0], {}
+
+        def step(self, given):
+            self.t += 1
+            return obs[self.t], rewards[self.t - 1], terminations[self.t - 1], truncations[self.t - 1], {}
+
+    class SameWeights(script.Agent):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            assert not self.load_state_dict(weights, strict=False).unexpected_keys
+            self.acted = 0
+
+        def get_action_and_value(self, obs, action=None):
+            if action is None:
+                action = self.get_mean_and_log_std(obs)[0] + 0.5 * torch.tensor(noise[self.acted])
+                self.acted += 1
+            return super().get_action_and_value(obs, action)
+
+    order, shuffle = np.arange(T * N), np.random.RandomState(1)
+
+    def next_order(size):
+        shuffle.shuffle(order)
+        return torch.tensor(order)
+
+    gym.register("cleanrl/ReplayBox-v0", vector_entry_point=Replay)
+    monkeypatch.setattr(script, "Agent", SameWeights)
+    monkeypatch.setattr(torch, "randperm", next_order)
+    rollouts, minibatches = watch(script, "estimate_advantages"), watch(script, "ppo_loss")
+    # CleanRL normalizes in wrappers of the environment: the recorded observations and rewards are normalized already.
+    flags = f"--no-norm-obs --no-norm-reward --num-steps {T} --total-timesteps {T}"
+    flags += f" --env-id cleanrl/ReplayBox-v0 --no-compile --runs-dir {tmp_path}"
+    agent, _ = script.train(script.parse_args(flags.split(), script.Args(**script.PRESETS["cleanrl"])))
+    ((_, (_, advantages, _)),) = rollouts
+    torch.testing.assert_close(advantages.flatten(), torch.tensor(expected["advantages"]), atol=1e-5, rtol=0)
+    assert len(minibatches) == 320
+    for (_, (_, ours)), theirs in zip(minibatches[31::32], expected["minibatches"], strict=True):
+        assert {name: ours[name].item() for name in theirs} == pytest.approx(theirs, abs=1e-5)
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(agent.state_dict()[name], torch.tensor(weight), atol=1e-5, rtol=0)
 
 
 # CleanRL's defaults (commit fe8d8a0) in the names of Args: what its three scripts have in common, and what not.

@@ -2,13 +2,13 @@
 
     python benchmark/studies/same_numbers.py 96e7618 0ead2c9 ppo_continuous --env-id Hopper-v4 --total-timesteps 40000
 
-Trains the script of both commits with these flags, in eager mode, and compares the tensors of the last checkpoint (weights
-and statistics) and all rows of episodes.csv but their seconds. Exit status 1 if anything differs.
+Trains the script of both commits with these flags, in eager mode. Compares the tensors of the last checkpoint (weights
+and statistics) and all rows of episodes.csv but their seconds. The exit status is 1 if anything differs.
 
 Answer for 96e7618 and 0ead2c9, which restructured the scripts: after 40,000 steps of HalfCheetah-v4, Hopper-v4,
-InvertedPendulum-v4, CartPole-v1 and Taxi-v4 (which has action masks), nothing differs. After 20,000 steps ppo_rnn.py differs
-by 6e-8 on benchmark.memory_envs:CartPoleNoVel-v1 and by 4e-6 on CartPole-v1, with equal episodes. Its recurrent weights were
-renamed; these are listed, not compared.
+InvertedPendulum-v4, CartPole-v1 and Taxi-v4 (which has action masks), nothing differs. After 20,000 steps ppo_rnn.py
+differs by 6e-8 on benchmark.memory_envs:CartPoleNoVel-v1 and by 4e-6 on CartPole-v1, with equal episodes. Its recurrent
+weights were renamed; these are listed, not compared.
 """
 
 import subprocess
