@@ -1,41 +1,74 @@
-"""Two files of results beside each other, task by task: did a change move what is learned?
+"""Two settings beside each other, task by task: did a change move what is learned?
 
     git show COMMIT:benchmark/results/mujoco.csv > before.csv
     python benchmark/compare.py before.csv benchmark/results/mujoco.csv
-    python benchmark/compare.py BEFORE/runs.csv AFTER/runs.csv     # of report.py runs/... --out BEFORE, and AFTER
+    python benchmark/compare.py runs.csv:plain runs.csv:slow     # the rows of one --exp-name each
 
-Prints the mean over seeds of the last 100 training episodes in both files, and the 95% interval (Welch) of the
-difference of the means. An interval that holds 0 shows no change.
+The files are what report.py writes. Without a name, runs are compared that have the same flags.
+
+For each task: the mean over seeds of the last 100 training episodes, and the 95% interval (Welch) of the difference. An
+interval that contains 0 shows no change. Falls: episodes that end before the time limit, per 1,000 steps of the last
+fifth of a run. Low: runs below half of the mean of their setting.
+Last line: the differences of all tasks, each divided by the size of the highest published figure (published.csv); their
+mean, its standard error, and the ratio of the two.
 """
 
 import csv
+import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-import tyro
 from scipy.stats import ttest_ind
 
+PUBLISHED = Path(__file__).parent / "published.csv"
 
-def read(path):
-    """{(script, task, flags): returns of its seeds}"""
-    runs = defaultdict(list)
+
+def read(source):
+    """FILE or FILE:EXP_NAME -> {(script, task, flags): rows}, with flags "" for a named setting"""
+    path, _, exp_name = (source, "", "") if Path(source).exists() else source.rpartition(":")
+    settings = defaultdict(list)
     with open(path) as file:
         for row in csv.DictReader(file):
             task = row["env_id"].removeprefix("benchmark.envpool_envs:EnvPool/")  # beside gymnasium's
-            flags = row["flags"].removeprefix('--env-kwargs={"num_threads":1}')
-            runs[row["script"], task, flags].append(float(row["last_100_mean"]))
-    return runs
+            flags = "" if exp_name else row["flags"].removeprefix('--env-kwargs={"num_threads":1}')
+            if exp_name in ("", row["exp_name"]):
+                settings[row["script"], task, flags].append(row)
+    return settings
 
 
-def main(before: Path, after: Path, /):
+def main(before, after):
     before, after = read(before), read(after)
-    print(f"{'task':28} {'seeds':>9} {'before':>9} {'after':>9}   95% interval of the difference")
+    with open(PUBLISHED) as file:
+        published = {row["env_id"]: row["mean_return"] for row in csv.DictReader(file) if row["column"] == "highest"}
+    print(f"{'task':28} {'seeds':>7} {'before':>9} {'after':>9} {'95% of the difference':>23} {'falls':>13} {'low':>5}")
+    gains, variances, falling = [], [], []
     for key in sorted(before.keys() & after.keys()):
-        old, new = before[key], after[key]
+        pair = before[key], after[key]
+        old, new = ([float(row["last_100_mean"]) for row in rows] for rows in pair)
         interval = ttest_ind(new, old, equal_var=False).confidence_interval()
-        means = f"{sum(old) / len(old):9.1f} {sum(new) / len(new):9.1f}"
-        print(f"{key[1]:28} {len(old):>4} {len(new):>4} {means}   {interval.low:+.1f} to {interval.high:+.1f}")
+        difference = statistics.fmean(new) - statistics.fmean(old)
+        variance = sum(statistics.variance(returns) / len(returns) for returns in (old, new))
+        falls = [[float(row["falls"]) for row in rows if row.get("falls")] for rows in pair]
+        falls = " ".join(f"{statistics.fmean(numbers):6.2f}" if numbers else f"{'-':>6}" for numbers in falls)
+        low = " ".join(str(sum(x < statistics.fmean(runs) / 2 for x in runs if x > 0)) for runs in (old, new))
+        means = f"{statistics.fmean(old):9.1f} {statistics.fmean(new):9.1f}"
+        text = f"{interval.low:+.1f} to {interval.high:+.1f}"
+        print(f"{key[1]:28} {len(old):>3} {len(new):>3} {means} {text:>23} {falls:>13} {low:>5}")
+        if difference < -(variance**0.5):
+            falling.append(f"{key[1]} ({difference / variance**0.5:.1f})")
+        if key[1] in published:
+            size = abs(float(published[key[1]]))
+            gains.append(difference / size)
+            variances.append(variance / size**2)
+    print(f"lower by more than one standard error: {', '.join(falling) or 'no task'}")
+    if gains:
+        gain, error = statistics.fmean(gains), sum(variances) ** 0.5 / len(gains)
+        text = f"{gain:+.4f}, standard error {error:.4f}, ratio {gain / (error or 1):+.1f}"
+        print(f"normalized mean over {len(gains)} tasks: {text}")
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__.split("\n")[0])
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

@@ -12,12 +12,13 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
-FIELDS += ["episodes", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
+FIELDS += ["episodes", "falls", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
 # Arguments that say where and how a run went, not what it did.
 WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "compile"}
 WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
@@ -129,6 +130,16 @@ def curve(run_dir, global_step, points=CURVE_POINTS):
     return [(round(at), *(np.interp(at, steps[last], y[last]) for y in (seconds, means))) for at in grid]
 
 
+def falls(env_id, episodes, global_step):
+    """Episodes that ended before the environment's time limit, per 1,000 steps of the last fifth of a run. "" where the
+    environment has no limit."""
+    with contextlib.suppress(gym.error.Error, ImportError):
+        if limit := gym.spec(env_id).max_episode_steps:
+            last = [row for row in episodes if int(row["global_step"]) > 0.8 * global_step]
+            return f"{sum(int(row['episodic_length']) < limit for row in last) / (0.2 * global_step / 1000):.4g}"
+    return ""
+
+
 def summarise(run_dir):
     """The CSV row of a run folder, or None where the run has not finished or no episode has. `flags` are the arguments
     that differ from the script's defaults, `curve` the returns at the last of CURVE_POINTS even steps."""
@@ -154,6 +165,7 @@ def summarise(run_dir):
         "best_100_mean": f"{means[whole:].max():.6g}",
         "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
         "episodes": len(episodes),
+        "falls": falls(args["env_id"], episodes, checkpoint["global_step"]),
         "seconds": f"{checkpoint['seconds']:.0f}",
         "solved_at": episodes[99 + solved[0]]["global_step"] if len(solved) else "",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),

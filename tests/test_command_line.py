@@ -97,9 +97,9 @@ BAD = {
     "no such preset": ({"preset": "nobody"}, None),
     "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64, as [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
-    "not a fraction": ({"gamma": 1.5}, "--gamma and --gae-lambda must be between 0 and 1"),
-    "negative fraction": ({"gae_lambda": -0.5}, "--gamma and --gae-lambda must be between 0 and 1"),
-    "NaN": ({"gamma": "nan"}, "--gamma and --gae-lambda must be between 0 and 1"),
+    "not a fraction": ({"gamma": 1.5}, "and --gae-lambda must be between 0 and 1"),
+    "negative fraction": ({"gae_lambda": -0.5}, "and --gae-lambda must be between 0 and 1"),
+    "NaN": ({"gamma": "nan"}, "and --gae-lambda must be between 0 and 1"),
     "observations are images": ({"env_id": "images/Last-v0"}, "images/Last-v0 has images: use variants/ppo_atari.py"),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
 }

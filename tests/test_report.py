@@ -195,17 +195,33 @@ def test_tools_need_more_requirements(tmp_path, tool, package):
     assert (finished.returncode, finished.stderr) == (1, message)
 
 
-def test_compare_two_files_of_results(tmp_path, capsys):
-    """Means of both, and an interval of the difference that holds 0 where nothing has changed."""
-    rows = [row for row in report.read_csv(RESULTS / "mujoco.csv") if row["env_id"] == "Hopper-v4"]
-    other = [row | {"last_100_mean": float(row["last_100_mean"]) + 3000} for row in rows]
+def test_compare_two_settings(tmp_path, capsys):
+    """Two files, or two names in one file. Of each task the means and an interval of the difference, which contains 0
+    where nothing has changed; then the tasks that fall, and the mean over tasks in units of published figures."""
+    rows = [row for row in report.read_csv(RESULTS / "mujoco.csv") if row["env_id"] in ("Hopper-v4", "Reacher-v4")]
+    rows = [row | {"exp_name": "plain"} for row in rows]
+    shift = {"Hopper-v4": 3000, "Reacher-v4": -41}
+    other = [
+        row | {"exp_name": "other", "last_100_mean": float(row["last_100_mean"]) + shift[row["env_id"]], "falls": 0.5}
+        for row in rows
+    ]
     report.write_rows(tmp_path / "one.csv", report.FIELDS, rows)
     report.write_rows(tmp_path / "other.csv", report.FIELDS, other)
-    ends = []
-    for name in ("one.csv", "other.csv"):
-        compare.main(tmp_path / "one.csv", tmp_path / name)
-        line = capsys.readouterr().out.splitlines()[-1]
-        *means, low, high = re.fullmatch(r"Hopper-v4 +16 +16 +(\S+) +(\S+) +(\S+) to (\S+)", line).groups()
-        ends.append((float(means[1]) - float(means[0]), float(low), float(high)))
-    assert ends[0][0] == 0 and ends[0][1] < 0 < ends[0][2]
-    assert ends[1][0] == pytest.approx(3000, abs=0.2) and 0 < ends[1][1] < 3000 < ends[1][2]
+    report.write_rows(tmp_path / "both.csv", report.FIELDS, rows + other)
+
+    def lines(before, after):
+        compare.main(str(tmp_path / before), str(tmp_path / after))
+        _, *tasks, falling, mean = capsys.readouterr().out.splitlines()
+        return [re.split(r"  +", line) for line in tasks], falling, mean
+
+    ((hopper, _), falling, mean) = lines("one.csv", "one.csv")
+    low, high = map(float, hopper[5].split(" to "))
+    assert hopper[3] == hopper[4] and low < 0 < high
+    assert falling.endswith("no task") and "2 tasks: +0.0000" in mean
+    ((hopper, _), falling, mean) = named = lines("both.csv:plain", "both.csv:other")
+    low, high = map(float, hopper[5].split(" to "))
+    assert float(hopper[4]) - float(hopper[3]) == pytest.approx(3000, abs=0.2) and 0 < low < 3000 < high
+    assert hopper[6:8] == ["-", "0.50"]
+    assert "Reacher-v4" in falling and "Hopper" not in falling
+    assert f"{(3000 / 2761.192 - 41 / 4.1) / 2:+.4f}" in mean
+    assert lines("one.csv", "other.csv") == named
