@@ -53,11 +53,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
+__version__ = "1.0.dev0"
+
 
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
     # --- run
-    exp_name: str = "ppo_discrete"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
+    exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # seed of networks, noise and environments; a CPU repeats a seed bit for bit
     device: str = "cpu"  # cpu, cuda, cuda:1; networks as small as these are faster on a CPU
@@ -582,7 +584,8 @@ class Run:
             raise UsageError(f"another process is training in {self.dir}") from None
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
-        (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
+        (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         if args.track:
             import wandb

@@ -20,6 +20,7 @@ import dataclasses
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -34,9 +35,8 @@ from run_folder import (
     SOLVED,
     VERSIONS,
     curve,
-    load_script,
+    is_finished,
     read_csv,
-    script_of,
     summarise,
     write_rows,
 )
@@ -44,7 +44,7 @@ from run_folder import (
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "classic", "atari", "memory")  # docs/results.md has these
-SCRIPTS = [*(path.stem for path in ROOT.glob("ppo_*.py")), "ppo_atari"]
+DAMAGED = []  # run folders that could not be read
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
@@ -82,19 +82,40 @@ def in_order(rows):
 
 def summarise_all(run_dirs, tasks=()):
     """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of these (script, task) pairs, if
-    any are given. SystemExit without such a run."""
+    any are given. Says of every other run why it is left out. SystemExit where no run remains."""
     found = []
     for run_dir in run_dirs:
-        if (run_dir / "args.json").is_file() and (script := script_of(run_dir)) in SCRIPTS:
+        if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
+            continue
+        try:
             args = json.loads((run_dir / "args.json").read_text())
-            if args["exp_name"].startswith("tune-"):  # tune.py's, whose folders may lie beside these
+            if tasks and (args["script"], args["env_id"]) not in tasks:
                 continue
-            if (not tasks or (script, args["env_id"]) in tasks) and (row := summarise(run_dir)):
+            if args["exp_name"].startswith("tune-"):
+                reason = "a trial of tune.py"
+            elif row := summarise(run_dir):
                 found.append((run_dir, {name: str(value) for name, value in row.items()}))
+                continue
+            else:
+                reason = "no episode has ended" if is_finished(run_dir) else "it has not finished"
+        except Exception as error:  # whatever a damaged file gives; the other runs count
+            reason = f"it cannot be read: {error!r}"
+            DAMAGED.append(run_dir)
+        print(f"left out: {run_dir}: {reason}", file=sys.stderr)
     if not found:
         of_suite = " of this suite" if tasks else ""
         raise SystemExit(f"report.py: error: none of these is the folder of a finished run{of_suite}; runs/* are meant")
     return found
+
+
+def label_curves(rows, titles):
+    """Gives each row its label: its title, and the flags that tell settings of one title and task apart."""
+    flags = {}
+    for row, title in zip(rows, titles):
+        flags.setdefault((row["env_id"], title), []).append(set(row["flags"].split()))
+    for row, title in zip(rows, titles):
+        common = set.intersection(*flags[row["env_id"], title])
+        row["label"] = " ".join([title, *(flag for flag in row["flags"].split() if flag not in common)])
 
 
 def write_csv(name, run_dirs):
@@ -114,9 +135,13 @@ def write_csv(name, run_dirs):
 def write_report(run_dirs, folder):
     """Tables and curves of any runs, in a folder of the user's."""
     found = summarise_all(run_dirs)
+    rows = [row for _, row in found]
+    pairs = {(row["exp_name"], row["script"]) for row in rows}
+    shared = {name for name, script in pairs if (name, script) != max(pair for pair in pairs if pair[0] == name)}
+    label_curves(rows, [row["exp_name"] + f" {row['script']}.py" * (row["exp_name"] in shared) for row in rows])
     folder.mkdir(parents=True, exist_ok=True)
     rows = in_order(row for _, row in found)
-    write_rows(folder / "runs.csv", FIELDS, rows)
+    write_rows(folder / "runs.csv", FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
     lines = settings_table(rows)
     (folder / "runs.md").write_text("\n".join(lines) + "\n")
     runs = []
@@ -132,7 +157,8 @@ def write_report(run_dirs, folder):
 def settings_table(rows):
     """Markdown: mean, standard deviation and the single seeds, for each task, setting and name."""
     lines = []
-    for (name, env_id, flags, *_), group in group_by(rows, "exp_name", "env_id", "flags", "global_step").items():
+    by = ("exp_name", "env_id", "flags", "script", "global_step")
+    for (name, env_id, flags, *_), group in group_by(rows, *by).items():
         values = [float(row["last_100_mean"]) for row in group]
         cells = [name, env_id, flags or "defaults", len(values), number(statistics.fmean(values), values[0])]
         cells += [number(statistics.stdev(values), values[0]) if len(values) > 1 else ""]
@@ -330,8 +356,8 @@ OTHERS = {"CleanRL": ("cleanrl", ":"), "highest PPO found": ("highest", "--")}  
 
 
 def draw_curves(runs, path, unit):
-    """A panel for each task: the mean over seeds with its 95% interval, for each script and setting. `runs` is
-    [(row, x, y)], `unit` what x counts."""
+    """A panel for each task: the mean over seeds with its 95% interval, for each label. `runs` is [(row, x, y)], `unit`
+    what x counts."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -339,7 +365,7 @@ def draw_curves(runs, path, unit):
 
     published, tasks = read_published(), {}
     for row, x, y in runs:
-        tasks.setdefault(row["env_id"], {}).setdefault((row["script"], row["flags"]), []).append((x, y))
+        tasks.setdefault(row["env_id"], {}).setdefault(row["label"], []).append((x, y))
     columns = min(3, len(tasks))
     height = -(-len(tasks) // columns)
     size = max(5, 11 * columns / 3), 2.9 * height + 0.6
@@ -348,10 +374,7 @@ def draw_curves(runs, path, unit):
     for axis in axes.flat[len(tasks) :]:
         axis.axis("off")
     for axis, (env_id, settings) in zip(axes.flat, tasks.items()):
-        for (script, flags), curves in settings.items():
-            others = [set(other.split()) for name, other in settings if name == script]
-            own = [flag for flag in flags.split() if not all(flag in other for other in others)]
-            label = " ".join([f"{script}.py", *own])
+        for label, curves in settings.items():
             color = legend[label].get_color() if label in legend else f"C{len(legend.keys() - {*OTHERS})}"
             points = max(len(x) for x, _ in curves)
             grid = np.linspace(max(x[0] for x, _ in curves), max(x[-1] for x, _ in curves), points)
@@ -386,6 +409,7 @@ def draw_suite(name):
             if row["curve"]:
                 means = np.array(row["curve"].split(), float)
                 runs.append((row, np.linspace(0, int(steps) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
+    label_curves([row for row, *_ in runs], [f"{row['script']}.py" for row, *_ in runs])
     if runs:
         draw_curves(runs, PICTURES / f"{name}.svg", "steps (thousands)")
 
@@ -410,7 +434,6 @@ def play_at_random(env_id, steps=100_000, episodes=100):
 
 
 def write_random():
-    load_script("benchmark.memory_envs")  # which registers tasks
     names = [name for name in SUITES if name != "atari"]  # whose protocol gym.make does not follow
     tasks = dict.fromkeys(row["env_id"] for name in names for row in read_csv(RESULTS / f"{name}.csv"))
     rows = [play_at_random(env_id) | {"versions": VERSIONS} for env_id in tasks]
@@ -463,6 +486,8 @@ def main():
         write_csv(args.publish, args.runs)
     else:
         write_report(args.runs, args.out)
+    if DAMAGED:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

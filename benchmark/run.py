@@ -5,6 +5,7 @@
     python benchmark/run.py --suite mujoco --first-seed 6          # five more, 6 to 10
     python benchmark/run.py --suite mujoco --tuned                 # with the settings of benchmark/tuned.yaml
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
+    python benchmark/run.py --script my_ppo.py --env-ids Hopper-v4 my_module:Mine-v0 --seeds 3    # a copy of a script
     python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
     python benchmark/run.py --suite mujoco --ray auto              # on the Ray cluster that this machine belongs to
     python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
@@ -41,7 +42,9 @@ from tqdm import tqdm
 
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
-    suite: Literal[tuple(SUITES)]  # which tasks
+    suite: Literal[tuple(SUITES)] | None = None  # which tasks of the repository
+    script: Path | None = None  # or a script of yours, a copy of one of ours
+    env_ids: tuple[str, ...] = ()  # the tasks for --script
     seeds: int = 5  # how many seeds of every task
     first_seed: int = 1  # the first of them
     tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
@@ -57,7 +60,7 @@ class Args:  # the comments are what --help prints
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    script: str
+    script: Path
     env_id: str
     seed: int
     words: tuple[str, ...]  # the other arguments
@@ -65,7 +68,7 @@ class Job:
     eval_episodes: int
 
     def __str__(self):
-        return f"{self.script} {self.env_id} seed {self.seed}"
+        return f"{self.script.stem} {self.env_id} seed {self.seed}"
 
     @property
     def arguments(self):
@@ -87,9 +90,12 @@ def make_jobs(args, flags=()):
     for name in ("seeds", "first_seed", "jobs", "eval_episodes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    tasks = [task for task in SUITES[args.suite] if not args.tasks or task[1] in args.tasks]
+    if (args.suite is None) == (args.script is None) or (args.script is None) != (not args.env_ids):
+        raise SystemExit("give either --suite NAME, or --script FILE and --env-ids ID ...")
+    suite = [(args.script, env_id, "") for env_id in args.env_ids] or SUITES[args.suite]
+    tasks = [task for task in suite if not args.tasks or task[1] in args.tasks]
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
-        known = ", ".join(env_id for _, env_id, _ in SUITES[args.suite])
+        known = ", ".join(env_id for _, env_id, _ in suite)
         raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}. It has {known}")
     if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
         raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
@@ -101,7 +107,7 @@ def make_jobs(args, flags=()):
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, env_id, own_flags in tasks:
             words = (*own_flags.split(), *more, *flags)
-            jobs.append(Job(script, env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
+            jobs.append(Job(path_of(script), env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
             parsed = jobs[-1].parsed
             try:
                 load_script(script).check(parsed)
@@ -115,8 +121,9 @@ def make_jobs(args, flags=()):
 def find_run(job):
     """The newest run folder with exactly the arguments of a job and with a checkpoint, or None."""
     # Names of folders are not enough: that of `slow`, seed 1, is how `slow__1` begins.
-    other = WHERE_AND_HOW - {"env_id", "exp_name", "seed"}
+    other = WHERE_AND_HOW - {"script", "env_id", "exp_name", "seed"}
     wanted = {name: value for name, value in vars(job.parsed).items() if name not in other}
+    wanted["script"] = job.script.stem
     wanted = json.loads(json.dumps(wanted))  # tuples as lists, as in args.json
     for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
         if (run_dir / "checkpoint.pt").is_file():
@@ -137,7 +144,7 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
     Raises RuntimeError with the last line of the log when the script fails."""
     children, stop = children if children is not None else set(), stop or threading.Event()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-    script = [sys.executable, str(path_of(job.script))]
+    script = [sys.executable, str(job.script)]
     (job.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = job.runs_dir / "logs" / f"{job.name}.log"
 
@@ -285,7 +292,8 @@ def main():
     args = tyro.cli(Args, args=words, description=__doc__.split("\n")[0])
     jobs = make_jobs(args, flags)
     gpus = []
-    if args.suite.startswith("atari") and torch.cuda.is_available():
+    on_gpus = (args.suite or "").startswith("atari")
+    if on_gpus and torch.cuda.is_available():
         gpus = [str(i) for i in range(torch.cuda.device_count())]
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")
     start = time.time()
@@ -294,7 +302,8 @@ def main():
             raise SystemExit("--ray spreads all runs by itself: leave --shard out")
         # The shards themselves run where Ray has put them, in another folder than this process.
         words += ["--ray", "None", "--runs-dir", str(Path(args.runs_dir).absolute())]
-        failed = run_on_ray(jobs, args.ray, words, flags, int(args.suite.startswith("atari")))
+        words += ["--script", str(args.script.absolute())] if args.script else []
+        failed = run_on_ray(jobs, args.ray, words, flags, int(on_gpus))
     else:
         # Of the machine's cores a job of a scheduler may have a few.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,8 +1,8 @@
 """What a run folder holds: arguments, episodes, checkpoint -> a row of figures. For run.py, report.py and tune.py."""
 
+import ast
 import contextlib
 import csv
-import dataclasses
 import importlib
 import json
 import platform
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for tasks of benchmark/, as benchmark.memory_envs:CartPoleNoVel-v1
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
 FIELDS += ["episodes", "falls", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
 # Arguments that say where and how a run went, not what it did.
-WHERE_AND_HOW = {"env_id", "seed", "exp_name", "runs_dir", "compile"}
+WHERE_AND_HOW = {"script", "version", "env_id", "seed", "exp_name", "runs_dir", "compile"}
 WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 # Solved: this mean return over 100 episodes. The name without the module that registers the task.
 SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
@@ -44,17 +45,25 @@ def write_rows(path, fields, rows):
 
 
 def path_of(script):
-    """The file of a script, at the top level or among the variants."""
-    path = ROOT / f"{script}.py"
-    return path if path.exists() else ROOT / "variants" / path.name
+    """The file of a script: a path, or a name at the top level of the repository or among its variants."""
+    name = Path(script).with_suffix(".py")
+    for path in (name, ROOT / name, ROOT / "variants" / name):
+        if path.is_file():
+            return path.resolve()
+    raise SystemExit(f"there is no script {script}")
 
 
-def load_script(name):
-    """One of the repository's scripts, as a module."""
-    for folder in (str(ROOT), str(ROOT / "variants")):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return importlib.import_module(name)
+def load_script(script):
+    """A script as a module."""
+    path = path_of(script)
+    for name in (path.stem, str(path)):  # the second one: where another module has the name
+        module = sys.modules.get(name)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        if module.__file__ == str(path):
+            return module
 
 
 def installed_versions(*packages):
@@ -83,12 +92,6 @@ def machine():
     return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
 
 
-def script_of(run_dir):
-    """Name of the script whose copy is in a run folder, None where there is none, or more than one."""
-    scripts = [re.sub(r"^v\d+_", "", path.stem) for path in run_dir.glob("*ppo_*.py")]
-    return scripts[0] if len(scripts) == 1 else None
-
-
 def last_step(run_dir):
     """The global step at which the last episode of a run folder ended; 0 without episodes."""
     *_, last = (run_dir / "episodes.csv").read_text().splitlines()[1:] or [""]
@@ -105,9 +108,14 @@ def is_finished(run_dir):
     return checkpoint["global_step"] >= args["total_timesteps"] // batch_size * batch_size
 
 
-def defaults_of(script):
-    """The default arguments of a script, as args.json has them."""
-    return json.loads(json.dumps(dataclasses.asdict(load_script(script).Args())))  # tuples as lists
+def defaults_of(path):
+    """The defaults of the class Args of a script, as args.json has them. No code in the script runs."""
+    (fields,) = (node.body for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "Args")
+    defaults = {}
+    for field in fields:
+        with contextlib.suppress(ValueError, AttributeError):  # a docstring, or a default that is computed
+            defaults[field.target.id] = ast.literal_eval(field.value)
+    return json.loads(json.dumps(defaults))  # tuples as lists
 
 
 def rolling_mean(returns, window=100):
@@ -146,8 +154,8 @@ def summarise(run_dir):
     episodes = read_csv(run_dir / "episodes.csv")
     if not episodes or not is_finished(run_dir):
         return None
-    args, script = json.loads((run_dir / "args.json").read_text()), script_of(run_dir)
-    defaults = defaults_of(script)
+    args = json.loads((run_dir / "args.json").read_text())
+    defaults = defaults_of(run_dir / f"{args['script']}.py")
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
@@ -156,7 +164,7 @@ def summarise(run_dir):
     record = run_dir / "benchmark.json"
     record = json.loads(record.read_text()) if record.exists() else {"versions": VERSIONS}
     return {
-        "script": script,
+        "script": args["script"],
         "env_id": args["env_id"],
         "exp_name": args["exp_name"],
         "seed": args["seed"],

@@ -30,7 +30,7 @@ from pathlib import Path
 import tyro
 import yaml
 from run import Job, Stopped, run_job
-from run_folder import ROOT, load_script, read_csv, write_rows
+from run_folder import ROOT, load_script, path_of, read_csv, write_rows
 
 try:
     import optuna
@@ -108,7 +108,7 @@ def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the heartbeat below
     sweep = yaml.safe_load(args.sweep.read_text())
-    script, space = Path(sweep["program"]).stem, dict(sweep["parameters"])
+    script, space = path_of(sweep["program"]), dict(sweep["parameters"])
     env_ids = args.env_ids or (space["env_id"]["value"],)
     del space["env_id"]
     if args.total_timesteps is not None:

@@ -62,7 +62,7 @@ def test_commands_of_the_benchmark_parse():
         commands = {*re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)}
         assert commands
         for command in commands:
-            words, _, flags = command.partition(" -- ")
+            words, _, flags = command.replace("my_ppo.py", "ppo_continuous.py").partition(" -- ")
             args = tyro.cli(tool.Args, args=words.split())
             if tool is run:
                 assert run.make_jobs(args, flags.replace("cuda", "cpu").split())  # refused where there is none

@@ -142,7 +142,7 @@ def test_suite_names_what_failed(run_dir, tmp_path, main):
     """The others finish; the exit status is 1; a flag that no run could take is refused before the first one."""
     torch.save({"global_step": 0}, run_dir / "checkpoint.pt")  # an unfinished run, as far as run.py can see
     words = words_of(tmp_path, "--seeds=2")
-    assert "--num-minibatches 7 does not divide" in main(suites, *words, "--num-minibatches=7").returncode
+    assert "--num-minibatches must divide" in main(suites, *words, "--num-minibatches=7").returncode
     assert main(suites, *words, "--no-such-flag=1").returncode == 2
     for flag in ("--seed=7", "--runs-dir=elsewhere"):
         assert "are what run.py gives each run" in main(suites, *words, flag).returncode

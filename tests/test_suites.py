@@ -21,7 +21,7 @@ def test_a_suite_knows_its_runs(tmp_path):
     folder = tmp_path / "CartPole-v1__slow__1__1__1795377113.372"
     folder.mkdir()
     (folder / "checkpoint.pt").touch()
-    (folder / "args.json").write_text(json.dumps(vars(job("slow__1").parsed)))
+    (folder / "args.json").write_text(json.dumps({"script": "ppo_discrete", **vars(job("slow__1").parsed)}))
     assert suites.find_run(job("slow__1")) == folder and suites.find_run(job("slow")) is None
     with pytest.raises(SystemExit, match="--eval-episodes must be at least 1"):
         suites.make_jobs(suites.Args("classic", eval_episodes=0))

@@ -67,11 +67,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
+__version__ = "1.0.dev0"
+
 
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
     # --- run
-    exp_name: str = "ppo_gpu_sim"  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
+    exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # seed of networks, noise and simulators
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
@@ -815,7 +817,8 @@ class Run:
         self.total_steps = num_iterations * args.num_steps * args.num_envs
         what = f"on {device}" if global_step < self.total_steps else "nothing left to do: raise --total-timesteps"
         self.say(f"{self.dir}: step {global_step:,} of {self.total_steps:,}, {what}")
-        (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
+        (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # episodes.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
         path = self.dir / "episodes.csv"

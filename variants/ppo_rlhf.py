@@ -67,6 +67,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
+__version__ = "1.0.dev0"
+
 try:
     import tokenizers
     import transformers
@@ -79,7 +81,7 @@ except ImportError as error:
 @dataclasses.dataclass
 class Args:  # the comments are what --help prints
     # --- run
-    exp_name: str = "ppo_rlhf"  # part of the run folder's name, RUNS_DIR/MODEL__EXP_NAME__SEED__TIME
+    exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/MODEL__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # seed of sampling and of the order of prompts; of the built-in task's models too
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
@@ -682,7 +684,8 @@ class Run:
             fail(f"another process is training in {self.dir}: stop it first")
         self.num_iterations = args.total_episodes // args.batch_size
         self.say(f"{self.dir}: {self.num_iterations} iterations of {args.batch_size} answers on {device}")
-        (self.dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
+        (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         # metrics.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
         path = self.dir / "metrics.csv"

@@ -1,0 +1,90 @@
+"""A copied, renamed script: from the copy to a plot of several seeds beside the original."""
+
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT, SMALL, flags_of
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import report as reports
+import run as suites
+import run_folder
+
+ENVIRONMENT = """
+import gymnasium as gym
+import numpy as np
+
+
+class Point(gym.Env):
+    observation_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(action[0]), False, False, {}
+
+
+gym.register("Point-v0", Point, max_episode_steps=10)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A project with a copy of ppo_continuous.py, whose --gae-lambda has another default, and an environment."""
+    text = (ROOT / "ppo_continuous.py").read_text()
+    assert text.count("gae_lambda: float = 0.95") == 1
+    (tmp_path / "my_ppo.py").write_text(text.replace("gae_lambda: float = 0.95", "gae_lambda: float = 0.9"))
+    (tmp_path / "my_envs.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_from_the_copy_to_the_plot(folder, main):
+    """run.py trains seeds of the copy and of the original, report.py draws both. Each has the label of its file. A
+    second call trains nothing; a damaged run is named and left out."""
+    flags = ["--env-ids=my_envs:Point-v0", "--eval-episodes=1", "--", *flags_of(**SMALL)]
+    assert main(suites, "--script=my_ppo.py", "--seeds=3", *flags).returncode == 0
+    assert main(suites, f"--script={ROOT / 'ppo_continuous.py'}", "--seeds=1", *flags).returncode == 0
+    runs = sorted(folder.glob("runs/my_envs-Point-v0__*"))
+    assert len(runs) == 4
+    again = main(suites, "--script=my_ppo.py", "--seeds=3", *flags)
+    assert "3 of 3 runs have finished" in again.stdout and sorted(folder.glob("runs/my_envs-Point-v0__*")) == runs
+
+    report = main(reports, *folder.glob("runs/*"))
+    assert (report.returncode, report.stderr) == (0, "")
+    rows = run_folder.read_csv(folder / "report" / "runs.csv")
+    assert [(row["script"], row["exp_name"], row["seed"]) for row in rows] == [
+        *(("my_ppo", "my_ppo", seed) for seed in "123"),
+        ("ppo_continuous", "ppo_continuous", "1"),
+    ]
+    assert all("--num-envs=4" in row["flags"] and "gae-lambda" not in row["flags"] for row in rows)
+    assert (folder / "report" / "runs.png").stat().st_size > 10_000
+
+    (runs[0] / "checkpoint.pt").write_bytes(b"PK")
+    (runs[1] / "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n")
+    report = main(reports, *runs)
+    assert report.returncode == 1 and len(run_folder.read_csv(folder / "report" / "runs.csv")) == 2
+    left_out = report.stderr.splitlines()
+    assert f"{runs[0]}: it cannot be read" in left_out[0] and f"{runs[1]}: no episode has ended" in left_out[1]
+
+
+def test_what_run_refuses(folder, main):
+    """In one line each."""
+    wanted = "give either --suite NAME, or --script FILE and --env-ids ID ..."
+    for words in (["--seeds=1"], ["--script=my_ppo.py"], ["--suite=classic", "--script=my_ppo.py", "--env-ids=A-v0"]):
+        assert main(suites, *words).returncode == wanted
+    assert main(suites, "--script=your_ppo.py", "--env-ids=A-v0").returncode == "there is no script your_ppo.py"
+
+
+def test_same_name_in_another_folder(folder):
+    """Two files that are called ppo_continuous.py are two scripts."""
+    shutil.copy(folder / "my_ppo.py", folder / "ppo_continuous.py")
+    lambdas = [
+        run_folder.load_script(path).Args().gae_lambda
+        for path in (ROOT / "ppo_continuous.py", folder / "ppo_continuous.py")
+    ]
+    assert lambdas == [0.95, 0.9]
