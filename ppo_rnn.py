@@ -8,31 +8,31 @@
 """Proximal Policy Optimization (PPO) with memory (LSTM or GRU) for discrete and Box actions, in one file.
 
     python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
-    python ppo_rnn.py --preset cleanrl                   # train with the settings of CleanRL's ppo_atari_lstm.py
+    python ppo_rnn.py --preset cleanrl                   # with the hyperparameters of CleanRL's ppo_atari_lstm.py
     python ppo_rnn.py --resume runs/NAME                 # continue a run, also after a kill; or --resume latest
     python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent; or --evaluate latest
 
-Choices, where PPO implementations differ (docs/choices.md says what each one gains):
+Choices on which PPO implementations differ (docs/choices.md has what each one gains):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are normalized when the policy acts, and stored that way. The statistics change between rollouts only,
-   so the first minibatch of an update has probability ratio 1. Checkpoints contain them.
+2. Observations are normalized when the policy acts, and stored that way, so the first minibatch of an update has
+   probability ratio 1. The statistics change between rollouts only. Checkpoints contain them.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Discrete: each action dimension has its own softmax. An action that infos["action_mask"] forbids has probability 0.
-5. Box: -1 and 1 are the bounds of the environment, where these are finite. The environment gets clipped actions. The
-   policy learns from the unclipped ones.
-6. --target-kl ends an update before a step whose KL exceeds 1.5 times the target, as in Stable-Baselines3.
+5. Box: the policy's -1 and 1 map to the bounds of the action space, where both are finite. The environment gets clipped
+   actions. The policy learns from the unclipped ones.
+6. --target-kl ends an update at the first minibatch whose KL exceeds 1.5 times the target, as in Stable-Baselines3.
 7. Actor and critic share the memory. Its state continues from one rollout to the next, and is zero when an episode
    starts. A final observation is valued with the state of its own episode.
-8. A minibatch contains whole environments (columns of the rollout). The update replays their steps in order from the
-   state before the rollout. So the gradient reaches back to the start of the episode, at most to that of the rollout.
-Beyond the paper: normalized observations and rewards, and advantages computed again before each epoch. --preset cleanrl
-turns all of this off.
+8. A minibatch contains all T steps of n environments. The update replays them in order, from the memory's state at the
+   start of the rollout. The gradient reaches back to the start of the episode, but not beyond the rollout.
+Beyond the paper (Schulman et al. 2017) and CleanRL: normalized observations and rewards, and advantages computed again
+before each later epoch. --preset cleanrl turns these off.
 
-Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (features of actor
-and critic), S = state size. Actions: K = dimensions, A = choices of all dimensions together (Discrete) or K (Box).
-At step t the agent sees obs[t] and takes actions[t]. It gets rewards[t], terminations[t], truncations[t].
-episode_starts[t] belongs to obs[t].
-Reading order: Args, agent, advantages and losses, train. The services below `train` contain no PPO.
+Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (input of actor and
+critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
+(Discrete) or K (Box). E = truncated episodes of a rollout.
+At step t the agent sees obs[t] and takes actions[t]. Transition t gives rewards[t], terminations[t], truncations[t].
+episode_starts[t] says whether an earlier step of the rollout ended the episode before obs[t].
 """
 
 import argparse
@@ -70,13 +70,13 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of networks, noise and environments; a CPU repeats a seed bit for bit
-    device: str = "cpu"  # cpu, cuda, cuda:1; networks as small as these are faster on a CPU
-    compile: bool = True  # torch.compile, which needs a C++ compiler: 10 s at the start, then 2-3 times faster
+    seed: int = 1  # seed of everything random; on a CPU an unbroken run repeats bit for bit
+    device: str = "cpu"  # cpu, cuda, cuda:1 for training; small networks are faster on a CPU
+    compile: bool = True  # torch.compile: 10 s at the start, then 2-3 times faster; no C++ compiler: --no-compile
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or about ten episodes during training, to RUN_DIR/videos
+    capture_video: bool = False  # film --evaluate, or about ten extra episodes of a training, into RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -85,12 +85,12 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
-    stagger_envs: bool = False  # end each first episode at a different step, so that environments get out of phase
+    stagger_envs: bool = False  # shorten first time limits by different amounts: environments get out of phase
     async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
-    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the tanh layers of actor and of critic (Schulman et al. 2017)
+    hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units of each layer, actor and critic alike: --hidden-sizes 64 64
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
     hidden_size: int = 128  # units of the memory (H)
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation
@@ -102,17 +102,17 @@ class Args:  # the comments are what --help prints
     num_minibatches: int = 4  # minibatches per epoch, each of whole environments; must divide num_envs
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
-    recompute_advantages: bool = True  # compute values, advantages and returns again before every epoch but the first
+    recompute_advantages: bool = True  # compute values, advantages and returns again before each later epoch
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a pull back to the policy that acted; 0: none
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a penalty for leaving the policy that acted; 0: none
     max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
-    target_kl: float | None = None  # end the update once its approximate KL exceeds 1.5 * target_kl; None: never
+    target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The others are CleanRL's already.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     hidden_sizes=(), norm_obs=False, norm_reward=False, recompute_advantages=False, clip_coef=0.1, clip_vloss=True,
 )}  # fmt: skip
@@ -126,7 +126,7 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        # float64: in float32, after millions of rows, the next ones would be rounded away.
+        # float64: in float32, after millions of rows, new ones would be rounded away.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -160,8 +160,8 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 
 class Memory(nn.Module):
-    """An LSTM or a GRU. The state of an environment is one row of S numbers: the hidden state (GRU, S = H), or hidden
-    and cell state side by side (LSTM, S = 2 H). It is zero when an episode starts."""
+    """An LSTM or a GRU. What it remembers of one environment is a row of S numbers, its state: the hidden state (GRU,
+    S = H), or hidden and cell state side by side (LSTM, S = 2 H). It is zero when an episode starts."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -169,8 +169,11 @@ class Memory(nn.Module):
         self.hidden_size, self.state_size = hidden_size, hidden_size * (2 if self.is_lstm else 1)
         self.cell = (nn.LSTMCell if self.is_lstm else nn.GRUCell)(input_size, hidden_size)
         for name, parameter in self.cell.named_parameters():
-            nn.init.orthogonal_(parameter) if "weight" in name else nn.init.zeros_(parameter)
-        # Without weights, and in a list, where state_dict does not look: `replay` gives it those of the cell.
+            if "weight" in name:
+                nn.init.orthogonal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+        # It has no weights: `replay` lends it those of the cell. In a list, so that state_dict does not contain it.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -182,23 +185,24 @@ class Memory(nn.Module):
         """T steps of n environments in one call of PyTorch's kernel: obs (T, n, D), episode_starts (T, n) bool, state
         (n, S) before the first step -> features (T, n, H), as from `step` with a zero state at every episode start.
 
-        The kernel cannot reset a state. So an extra row, a reset row, stands before every start. With starts at t = 0
-        and 2 the kernel sees reset, obs[0], obs[1], reset, obs[2], ... An extra input is 1 in reset rows and otherwise
-        0. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, for the values and for the gradient."""
+        The kernel cannot reset a state. So a row that does, a reset row, is inserted before every start. With starts at
+        t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An extra input is 1 in reset rows
+        and otherwise 0. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, and so is its gradient."""
         T, n = episode_starts.shape
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
         columns = torch.arange(n, device=obs.device)
         x = obs.new_zeros(int(rows[-1].max()) + 1, n, obs.shape[-1] + 1)
-        x[..., -1] = 1.0  # all rows reset, but those of the next line; nothing reads what is left over at the end
+        x[..., -1] = 1.0  # all rows reset, except those filled next; unused rows at the end are never read
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
         weight_ih, weight_hh, bias_ih, bias_hh = self.cell.parameters()
         closed = bias_ih.new_full((self.hidden_size,), -1e9)
         if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
-            reset_weights = [closed, closed, 0 * closed, 0 * closed]  # order: input, forget, candidate, output
+            zeros = torch.zeros_like(closed)
+            reset_weights = [closed, closed, zeros, zeros]  # order: input, forget, candidate, output
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
         else:  # hidden = update * hidden + (1 - update) * candidate
-            # Order: reset, update, candidate. The candidate becomes tanh(0): the reset row takes its bias away.
+            # Order: reset, update, candidate. The last block cancels the candidate's bias, so it becomes tanh(0).
             reset_weights = [closed, closed, -bias_ih[2 * self.hidden_size :]]
             state = state.unsqueeze(0).contiguous()
         weight_ih = torch.cat([weight_ih, torch.cat(reset_weights).unsqueeze(1)], 1)
@@ -210,8 +214,8 @@ class Memory(nn.Module):
 class Agent(nn.Module):
     """Memory, actor and critic, and the statistics of observations and returns.
 
-    `normalize_obs` and `predict` take raw observations, the memory normalized ones. It turns them into features, which
-    actor and critic read."""
+    raw_obs are observations of the environment, obs are normalized ones. The memory turns obs into features, which
+    actor and critic read. A network in front of the memory goes into Memory: into `step` and into `replay`."""
 
     def __init__(self, obs_shape, actions, args):
         """actions: arrays by name, from describe_actions"""
@@ -220,7 +224,7 @@ class Agent(nn.Module):
         for name, array in actions.items():
             self.register_buffer(name, torch.as_tensor(array))
         self.is_discrete = "action_sizes" in actions
-        self.sizes = self.action_sizes.flatten().tolist() if self.is_discrete else []  # of the K dimensions
+        self.sizes = self.action_sizes.flatten().tolist() if self.is_discrete else []  # choices of each dimension
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel()  # A
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
@@ -235,7 +239,7 @@ class Agent(nn.Module):
         """(..., D) of any number type -> (..., D) float32"""
         if not self.args.norm_obs:
             return raw_obs.float()
-        # float64 until the end: means far from 0 would cost float32 its digits. 1e-8 and 10 are those of baselines.
+        # float64 until the end: float32 loses digits where means are large. 1e-8 and 10 as in baselines.
         return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def get_value(self, features):
@@ -311,8 +315,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,): the running return G_t = r_t + gamma * G_{t-1} of each environment, as in baselines. It
-    restarts from 0 where ended (T, N), bool. It and return_rms change in place. No mean is subtracted."""
+    discounted_returns (N,): the running returns G_t = r_t + gamma * G_{t-1}, as in baselines. They restart from 0 where
+    ended (T, N), bool. They and return_rms change in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -326,7 +330,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
-    value of the observation after transition t: after a truncation, that of the final observation of the episode."""
+    value of the observation after transition t. If truncated, this is the episode's final observation."""
     # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -351,9 +355,9 @@ def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, fina
 
 @torch.no_grad()
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
-    """values, advantages, returns (T, N) of a rollout, by the agent's present critic.
+    """values, advantages, returns (T, N) of a rollout, with the current critic.
 
-    obs (T, N, ...); last_obs (N, ...) came after the last step; final_obs (E, ...) are the last observations of the E
+    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are the last observations of the E
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
@@ -370,13 +374,13 @@ def ppo_loss(agent, args, mb_features, mb_actions, mb_masks, mb_log_probs, mb_va
 
     # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
     # the gain of a step, never its cost.
-    if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
+    if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
     value_errors = (new_values - mb_returns).square()
-    if args.clip_vloss:  # keep the new value within clip_coef of the old one; the larger error counts
+    if args.clip_vloss:  # keep the new value within clip_coef of mb_values; the larger error counts
         near_values = mb_values + (new_values - mb_values).clamp(-args.clip_coef, args.clip_coef)
         value_errors = torch.max(value_errors, (near_values - mb_returns).square())
     value_loss = 0.5 * value_errors.mean()
@@ -389,14 +393,14 @@ def ppo_loss(agent, args, mb_features, mb_actions, mb_masks, mb_log_probs, mb_va
         "value_loss": value_loss,
         "entropy": entropy.mean(),
         "approx_kl": approx_kl,
-        "old_approx_kl": -log_ratio.mean(),
+        "old_approx_kl": -log_ratio.mean(),  # k1
         "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns are equal."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
@@ -405,9 +409,9 @@ def explained_variance(values, returns):
 
 
 def train(args=None, resume=None):
-    """Train an agent. Returns it and its run folder.
+    """Train an agent. Return it and its run folder.
 
-    resume: the folder of a run to continue, or "latest". Its settings apply, unless args are given."""
+    resume: the folder of a run to continue, or "latest". args, if given, replace its settings."""
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
@@ -416,7 +420,7 @@ def train(args=None, resume=None):
     B = T * N
     num_iterations, device = args.total_timesteps // B, torch.device(args.device)
 
-    with contextlib.ExitStack() as cleanup:  # whatever ends training
+    with contextlib.ExitStack() as cleanup:  # however training ends
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
@@ -424,14 +428,14 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close, **{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
-        # Every resumption has its own seeds: one for networks, noise and permutations, one for the environments.
+        # Each start or resumption has two seeds: for networks, noise and permutations, and for the environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
-        torch.manual_seed(noise_seed)
+        torch.manual_seed(noise_seed)  # after reset, which seeds torch too
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-        # One vector holds all parameters, and each of them is a view of it: one Adam step serves all layers.
+        # All parameters become views of one vector, for one Adam step. Add modules to the agent above this line.
         parameters = list(agent.parameters())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -445,7 +449,7 @@ def train(args=None, resume=None):
             environments' actions, next state (N, S)"""
             obs = agent.normalize_obs(raw_obs)
             features, state = agent.memory.step(obs, state)
-            # Entropy and value are not used: compiled, they are not computed either.
+            # torch.compile drops the entropy and the value, which are not used.
             action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
             return obs, action, log_prob, agent.to_env_action(action), state
 
@@ -479,7 +483,7 @@ def train(args=None, resume=None):
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
-        shortened = stagger(envs, args)  # bool (N,): whose first episode ends early; these are not logged
+        shortened = stagger(envs, args)  # bool (N,): whose first episode is cut short, so not logged
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
@@ -493,10 +497,10 @@ def train(args=None, resume=None):
                 seen = torch.from_numpy(next_obs).to(device), action_masks[t], state
                 obs[t], actions[t], log_probs[t], env_actions, state = act(*seen)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
-                truncated = truncated & ~terminated  # with both set it terminated
+                truncated = truncated & ~terminated  # both set: it terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # next_obs belongs to the next episode already
+                if truncated.any():  # there, next_obs is of the next episode already
                     raw_final_obs.extend(infos["final_obs"][truncated])
                     final_states.append(state[truncated])
                 episode_returns += reward
@@ -542,16 +546,17 @@ def train(args=None, resume=None):
                     gradient, metrics = compute_gradient(first_state[columns], *minibatch)
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
-                        stop_update = True  # before this minibatch's step
+                        stop_update = True  # and skip this minibatch
                         break
                     flat_parameters.grad = gradient
                     optimizer.step()
                 if stop_update:
                     break
-            if not (
-                np.isfinite(raw_obs).all() and np.isfinite(step_rewards).all() and flat_parameters.isfinite().all()
-            ):
-                raise UsageError(f"NaN or infinity in observations, rewards or weights: {run.dir} keeps its checkpoint")
+            checked = {"observations": raw_obs, "last observations": next_obs, "final observations": raw_final_obs}
+            checked |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy()}
+            for name, x in checked.items():
+                if not np.isfinite(x).all():
+                    raise UsageError(f"NaN or infinity in the {name}: the last checkpoint in {run.dir} is kept")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -569,11 +574,11 @@ def train(args=None, resume=None):
 
 
 class UsageError(ValueError):
-    """What a user can mend. `main` prints it in one line and exits with 2."""
+    """What a user can fix. `main` prints it in one line and exits with 2."""
 
 
 def check(args):
-    """Refuse settings that cannot work, before anything is created."""
+    """Check discounts and batch sizes, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
     batch_size = args.num_envs * args.num_steps
@@ -585,19 +590,19 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. Changing a Python number such as args.ent_coef compiles again; after 8 times
-    torch raises an error. To schedule one, make it a tensor in a copy of args, once the run is created: args =
-    dataclasses.replace(args, ent_coef=torch.tensor(0.01)). Then call args.ent_coef.fill_(...) in the loop."""
+    """torch.compile, unless --no-compile. A changed Python number, such as args.ent_coef, compiles again; the ninth
+    value is an error. A schedule needs a tensor: after `run = ...` write
+    args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
     torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # The random numbers of eager mode; on a CPU, C++ instead of Python between the kernels.
+    # Draw random numbers as eager mode does; on a CPU, call the kernels from C++.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu"}
-    # Not dynamic: for a number that varies, torch 2.14 has been seen to compute a wrong loss.
+    # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. It seeds the global generators too: with --async-envs, each worker has its own. It
+    """One environment of a vector. It also seeds the global generators, with --async-envs those of its worker. It
     drops every info except masks and the numbers of an episode's last step: merging infos can cost more than a step."""
 
     def reset(self, *, seed=None, options=None):
@@ -614,9 +619,9 @@ class VectorMember(gym.Wrapper):
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, self.keep_mask(info)
         for name, value in info.items():
-            with contextlib.suppress(TypeError, ValueError, OverflowError):  # what is no number, or too large
+            with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # A copy of obs, which the reset may overwrite. A list, because gymnasium would merge a dict.
+        # Copy obs: the reset may overwrite it. A list: gymnasium would merge a dict.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -710,13 +715,13 @@ class Run:
         if args.track:
             import wandb
 
-            # A resumed run continues the same run of wandb. A sweep chooses the id, otherwise it is the folder's name.
+            # A resumed run keeps its wandb id: the folder's name, unless a sweep chose another.
             folder = self.dir.resolve()
             run_id = self.checkpoint.get("wandb_id") or folder.name
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard, episodes.csv is cut.
+        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; episodes.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -728,8 +733,10 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        what = "finished: raise --total-timesteps" if self.global_step >= total_steps else ""
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,} {what or 'compiling' * args.compile}")
+        what = "compiling" if args.compile else "training"
+        if self.global_step >= total_steps:
+            what = "finished: raise --total-timesteps to continue"
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}, {what}")
         self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def restore(self, agent, optimizer):
@@ -769,7 +776,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Unless now, only if it is due."""
+        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Without now, only if it is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
@@ -798,12 +805,12 @@ class Run:
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
         env_id = f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step < self.total_steps:
+        if self.global_step < self.total_steps and (self.dir / "checkpoint.pt").exists():
             say(f"stopped; to continue: python {Path(__file__).name} --resume {self.dir}{env_id}")
 
 
 def say(text):
-    with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
+    with contextlib.suppress(OSError):  # stdout may be closed, as by `| head`
         print(text, flush=True)
 
 
@@ -819,7 +826,7 @@ def find_run(name, runs_dir="runs"):
 
 
 def load_checkpoint(run_dir):
-    """What Run.save saved, on the CPU. No code in the file can run."""
+    """The checkpoint, on the CPU. Loading it runs no code."""
     return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
 
 
@@ -838,7 +845,7 @@ def load_agent(run_dir):
 
 
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
-    """The returns (episodes,) of whole episodes in a new environment. The agent and its statistics do not change."""
+    """The returns (episodes,) of episodes in a new environment. The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
     with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # training must not notice it
         cleanup.callback(random.setstate, random.getstate())
@@ -861,7 +868,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
 
 def parse_args(words, default=None):
     """Command line -> Args. Besides tyro's syntax, what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
-    and 1e6 for an integer. Text stays as it was given."""
+    and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:
         flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
@@ -892,10 +899,10 @@ def main():
     one_of.add_argument("--evaluate")
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
-    if run_dir:  # the settings of that run apply, except those given again
+    if run_dir:  # the settings of that run, unless given here
         run_dir = find_run(run_dir, parse_args(words).runs_dir)
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs its code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

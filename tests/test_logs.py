@@ -16,7 +16,8 @@ def test_run_folder(script, small_args, run_dir):
     assert run_dir.name.startswith(f"{probe(script).replace('/', '-')}__{script.__name__}__1__")
     saved = json.loads((run_dir / "args.json").read_text())
     args = vars(small_args(runs_dir=saved["runs_dir"]))
-    assert saved == args | {"hidden_sizes": list(args["hidden_sizes"])}
+    about = {"script": script.__name__, "version": script.__version__}
+    assert saved == about | args | {"hidden_sizes": list(args["hidden_sizes"])}
     assert (run_dir / f"{script.__name__}.py").read_text() == (ROOT / f"{script.__name__}.py").read_text()
     table = rows(run_dir)
     assert table[0] == ["global_step", "episodic_return", "episodic_length", "seconds"]

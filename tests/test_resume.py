@@ -54,7 +54,7 @@ def test_resume_without_further_steps(script, run_dir, capsys):
     """The learner is that of the checkpoint, to the bit; rows and checkpoint stay as they are; a line says why."""
     before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
     agent, same_dir = script.train(resume=run_dir)
-    assert "step 256 of 256 finished: raise --total-timesteps" in capsys.readouterr().out
+    assert "step 256 of 256, finished: raise --total-timesteps" in capsys.readouterr().out
     assert same_dir == run_dir and list(run_dir.parent.iterdir()) == [run_dir]
     torch.testing.assert_close(agent.state_dict(), script.load_checkpoint(run_dir)["agent"], atol=0, rtol=0)
     assert before == {name: (run_dir / name).read_bytes() for name in before}
@@ -124,7 +124,8 @@ def test_resume_with_other_arguments(script, run_dir, main):
     assert script.load_args(run_dir) == dataclasses.replace(before, **changes)
     assert script.load_checkpoint(run_dir)["global_step"] == 512
     saved = json.loads((run_dir / "args.json").read_text())
-    assert saved == json.loads(json.dumps(vars(script.load_args(run_dir))))
+    about = {"script": script.__name__, "version": script.__version__}
+    assert saved == about | json.loads(json.dumps(vars(script.load_args(run_dir))))
 
 
 @RNN

@@ -363,7 +363,7 @@ def adapt_learning_rate(learning_rate, approx_kl, desired_kl):
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns are equal."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
