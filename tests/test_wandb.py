@@ -3,6 +3,7 @@
 import collections
 import json
 import struct
+import time
 
 import pytest
 from conftest import ONE, scalars
@@ -43,6 +44,16 @@ def records(run_dir):
     return history, settings
 
 
+def wait_for_records(run_dir, count):
+    """The same, once the history has `count` rows: on a busy machine W&B writes its file after it has finished."""
+    for _ in range(200):
+        history, settings = records(run_dir)
+        if len(history) >= count:
+            break
+        time.sleep(0.1)
+    return history, settings
+
+
 @ONE
 def test_wandb(script, small_args, main, offline_wandb):
     """Two runs in one process, the first one resumed: two runs of W&B, which have the names of the folders. Each metric
@@ -52,7 +63,7 @@ def test_wandb(script, small_args, main, offline_wandb):
     _, second = script.train(small_args(seed=2, **args))
     assert main(script, "--resume", f"{first}/../{first.name}", "--total-timesteps=256").returncode == 0
     for run_dir, steps, gamma in ((first, [64, 128, 192, 256], "0.5"), (second, [64, 128], "0.99")):
-        history, settings = records(run_dir)
+        history, settings = wait_for_records(run_dir, len(steps))
         names = {"id": run_dir.name, "name": run_dir.name, "project": "hill", "gamma": gamma}
         assert settings == names
         counts = collections.Counter(name for row in history for name in row if not name.startswith("_"))
@@ -67,5 +78,5 @@ def test_wandb(script, small_args, main, offline_wandb):
 def test_a_run_that_is_tracked_later(script, run_dir, main, offline_wandb):
     """It has the folder's name all the same."""
     assert main(script, "--resume", run_dir, "--track", "--total-timesteps=320").returncode == 0
-    history, settings = records(run_dir)
+    history, settings = wait_for_records(run_dir, 1)
     assert settings["name"] == run_dir.name and [row["global_step"] for row in history] == [320]
