@@ -474,8 +474,8 @@ def compiled(function, args):
     args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
     torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # Draw random numbers as eager mode does; on a CPU, call the kernels from C++.
-    options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu"}
+    # Draw random numbers as eager mode does; on a CPU, call the kernels from C++, without testing the compiler first.
+    options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 

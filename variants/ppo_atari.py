@@ -471,7 +471,7 @@ def compiled(function, args):
     args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
     torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # The random numbers of eager mode. Instead of Python between the kernels: C++ on a CPU, a CUDA graph on a GPU.
+    # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     options = {"fallback_random": True, "cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
