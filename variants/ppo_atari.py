@@ -673,12 +673,16 @@ class Run:
         self.episodes_file.close()
         self.lock.release()
         if self.args.track:
+            self.wandb.save(self.dir.resolve() / "videos" / "*.mp4", base_path=self.dir.resolve())
             self.wandb.finish()
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
-        env_id = f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step < self.total_steps and (self.dir / "checkpoint.pt").exists():
-            say(f"stopped; to continue: python {Path(__file__).name} --resume {self.dir}{env_id}")
+        script, env_id = Path(__file__).name, f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        if self.global_step >= self.total_steps:
+            say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}")
+            say('to watch it, add --env-kwargs \'{"render_mode": "human"}\'; to film it, --capture-video')
+        elif (self.dir / "checkpoint.pt").exists():
+            say(f"stopped; to continue: python {script} --resume {self.dir}{env_id}")
 
 
 def say(text):
