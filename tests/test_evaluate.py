@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import random
+import re
+import shlex
 
 import gymnasium as gym
 import numpy as np
@@ -34,6 +36,37 @@ def test_evaluate(script, run_dir, main):
     args = dataclasses.replace(args, eval_deterministic=False)
     sampled, again = script.evaluate(agent, args, 50), script.evaluate(agent, args, 50)
     assert np.array_equal(sampled, again) and not np.array_equal(sampled, returns)
+
+
+class Watched(probes.Chain):
+    """It counts the frames that it shows on the screen."""
+
+    metadata = {"render_modes": ["human"], "render_fps": 30}  # noqa: RUF012
+    shown = 0
+
+    def __init__(self, discrete, render_mode=None):
+        super().__init__(discrete)
+        self.render_mode = render_mode
+
+    def step(self, action):
+        Watched.shown += self.render_mode == "human"
+        return super().step(action)
+
+
+probes.register("Watched", Watched)
+
+
+def test_the_last_lines_say_how_to_evaluate(script, small_args, main, capsys):
+    """As they are printed, to be pasted: one line evaluates, and what the next one adds shows it on the screen."""
+    script.train(small_args(env_id=probe(script, "Watched"), total_timesteps=64))
+    evaluate, watch = capsys.readouterr().out.splitlines()[-2:]
+    words = shlex.split(evaluate.partition("python ")[2])
+    assert words[0] == f"{script.__name__}.py"
+    assert len(returns_of(main(script, *words[1:])).split()) == 10 and Watched.shown == 0
+    more = shlex.split(re.search(r"add (--env-kwargs '.*?')", watch)[1])
+    returns_of(main(script, *words[1:], *more))
+    assert Watched.shown > 0
+    Watched.shown = 0
 
 
 def test_evaluations_are_whole_episodes_of_their_own_seeds(script, small_args):

@@ -43,6 +43,14 @@ def test_about_ten_videos_of_a_run(script, small_args):
     assert 9 <= len(steps) <= 12 and min(steps) == 8
 
 
+@ONE
+def test_videos_in_wandb(script, small_args, offline_wandb):
+    changes = {"env_id": probe(script, "Noise"), "total_timesteps": 128, "capture_video": True, "track": True}
+    _, run_dir = script.train(small_args(**changes))
+    uploaded = run_dir.glob("wandb/offline-run-*/files/videos/*.mp4")
+    assert {path.name for path in uploaded} == {path.name for path in (run_dir / "videos").glob("*.mp4")} != set()
+
+
 def test_environment_that_cannot_be_drawn(script, tmp_path, main):
     """Refused in one line, before anything is trained."""
     flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
