@@ -632,7 +632,7 @@ def make_env(args, **kwargs):
     """One environment, whose observations are vectors."""
     env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
     space = env.observation_space
-    if space.dtype == np.uint8 and math.prod(space.shape) > 1000:
+    if space.dtype == np.uint8 and len(space.shape) > 1 and math.prod(space.shape) > 1000:
         raise UsageError(f"{args.env_id} has images: use variants/ppo_atari.py or recipes/image_box.diff")
     size = 0
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size

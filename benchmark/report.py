@@ -307,36 +307,42 @@ def learning_table(rows):
 
 
 def headline():
-    """Markdown: MuJoCo beside CleanRL and the highest PPO figure found, and speed beside others, for README."""
+    """Markdown: MuJoCo beside CleanRL and the best published PPO figure, and speed beside others, for README."""
     published = read_published()
     tuned = {env_id: rows for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items() if settings}
-    columns = ["task, 1M steps", "ours, last 100 episodes", "95% interval", "runs", "own settings", "CleanRL"]
-    columns += ["highest PPO found"]
+    columns = [
+        "task, 1M steps",
+        "defaults",
+        "95% interval",
+        "runs",
+        "tuned",
+        "CleanRL, published",
+        "best published PPO",
+    ]
     lines = []
     for (env_id, *_), rows in read_suite("mujoco").items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
         unit = np.abs(values).max()
-        cells, marks, means = [number(values.mean(), unit)], [""], [values.mean()]
         own = [float(row["last_100_mean"]) for row in tuned.get(env_id, [])]
+        cells = [number(values.mean(), unit), f"{number(low, unit)} to {number(high, unit)}", len(rows)]
         cells.append(number(np.mean(own), unit) if own else "")
-        marks.append(f" ({len(own)} runs)" if own else "")
-        means.append(np.mean(own) if own else -np.inf)
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
-            cells.append(number(row["mean_return"], unit) if row else "")
-            marks.append(row["mark"].replace("*", "\\*") if row else "")
-            means.append(float(row["mean_return"]) if row else -np.inf)
-        best = cells[np.argmax(means)]
-        cells = [f"**{cell}**" if cell == best else cell for cell in cells]
-        cells = [cell + mark for cell, mark in zip(cells, marks)]
-        lines.append([env_id, cells[0], f"{number(low, unit)} to {number(high, unit)}", len(rows), *cells[1:]])
-    others = ("SB3", "sb3-contrib", "CleanRL", "LeanRL")
-    rows = [row for row in read_csv(RESULTS / "speed.csv") if row["case"] != "rnn"]  # one LSTM beside two
-    ratios = [float(row["ratio"]) for row in rows if row["contestant"] in others]
-    text = f"Speed at equal settings, one CPU thread: {min(ratios):.1f} to {max(ratios):.1f} times the steps per second"
-    text += " of CleanRL, LeanRL, SB3 and sb3-contrib (`benchmark/results/speed.csv`)."
-    return [*table(columns, lines), "", text]
+            mark = row["mark"].replace("*", "\\*") if row else ""
+            cells.append(number(row["mean_return"], unit) + mark if row else "")
+        lines.append([env_id, *cells])
+    cases = {"continuous-8": "HalfCheetah-v4, 8 x 256", "continuous-1": "HalfCheetah-v4, 1 x 2048"}
+    cases |= {"discrete": "CartPole-v1, 4 x 128"}
+    speed = {(row["case"], row["contestant"]): row for row in read_csv(RESULTS / "speed.csv")}
+    others = [name for name in ("SB3", "CleanRL", "LeanRL") if any(peer == name for _, peer in speed)]
+    timings = []
+    for case, title in cases.items():
+        ours = speed.get((case, "ppo_continuous")) or speed[case, "ppo_discrete"]
+        steps = [speed.get((case, name), {"steps_per_second": ""})["steps_per_second"] for name in others]
+        timings.append([title, *(f"{int(x):,}" if x else "" for x in (ours["steps_per_second"], *steps))])
+    text = "Environment steps per second on one CPU thread, compilation not counted; environments x steps:"
+    return [*table(columns, lines), "", text, "", *table(["task, rollout", "this repository", *others], timings)]
 
 
 # -------------------------------------------------------------------------------------------------------- pictures

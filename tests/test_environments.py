@@ -21,6 +21,29 @@ def test_other_spaces(script, small_args, name):
     assert script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 2).shape == (2,)
 
 
+class Bytes(probes.Target):
+    """A long vector of bytes, which is no image: MiniGrid's FlatObsWrapper gives 2,835 of them."""
+
+    def __init__(self, discrete):
+        super().__init__(discrete)
+        self.observation_space = gym.spaces.Box(0, 255, (2000,), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, True, False, {}
+
+
+probes.register("Bytes", Bytes)
+
+
+def test_a_long_vector_of_bytes(script, small_args):
+    agent, _ = script.train(small_args(env_id=probe(script, "Bytes"), total_timesteps=64))
+    assert agent.obs_rms.mean.shape == (2000,)
+
+
 # What no chart can show. None of it ends a run.
 NO_NUMBERS = {
     "text": "solved",
