@@ -424,8 +424,7 @@ def train(args=None, resume=None):
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
-        # Ctrl-C may have ended the workers of --async-envs already: do not wait for them.
-        cleanup.callback(envs.close, **{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
+        cleanup.callback(close_envs, envs)
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
         # Each start or resumption has two seeds: for networks, noise and permutations, and for the environments.
@@ -691,6 +690,12 @@ def stagger(envs, args):
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
     return elapsed_steps > 0
+
+
+def close_envs(envs):
+    """Close environments. Ctrl-C may have ended the workers of --async-envs already: do not wait for them."""
+    with contextlib.suppress(ConnectionError, EOFError):
+        envs.close(**{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
 
 
 class Run:

@@ -287,8 +287,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # however training ends
         envs = make_envs(args, N)
-        # Ctrl-C may have ended the workers of --async-envs already: do not wait for them.
-        cleanup.callback(envs.close, **{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
+        cleanup.callback(close_envs, envs)
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)))
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
@@ -558,6 +557,12 @@ def read_masks(infos, sizes):
     if not all(mask.any(-1).all() for mask in masks.split(sizes, -1)):
         raise UsageError('infos["action_mask"] forbids every choice in some dimension of the action')
     return masks
+
+
+def close_envs(envs):
+    """Close environments. Ctrl-C may have ended the workers of --async-envs already: do not wait for them."""
+    with contextlib.suppress(ConnectionError, EOFError):
+        envs.close(**{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
 
 
 class Run:
