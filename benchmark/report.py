@@ -44,7 +44,6 @@ from run_folder import (
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "classic", "atari", "memory")  # docs/results.md has these
-DAMAGED = []  # run folders that could not be read
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
@@ -82,8 +81,9 @@ def in_order(rows):
 
 def summarise_all(run_dirs, tasks=()):
     """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of these (script, task) pairs, if
-    any are given. Says of every other run why it is left out. SystemExit where no run remains."""
-    found = []
+    any are given. And whether a folder could not be read. Says of every other run why it is left out. SystemExit where
+    no run remains."""
+    found, damaged = [], False
     for run_dir in run_dirs:
         if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
             continue
@@ -100,12 +100,12 @@ def summarise_all(run_dirs, tasks=()):
                 reason = "no episode has ended" if is_finished(run_dir) else "it has not finished"
         except Exception as error:  # whatever a damaged file gives; the other runs count
             reason = f"it cannot be read: {error!r}"
-            DAMAGED.append(run_dir)
+            damaged = True
         print(f"left out: {run_dir}: {reason}", file=sys.stderr)
     if not found:
         of_suite = " of this suite" if tasks else ""
         raise SystemExit(f"report.py: error: none of these is the folder of a finished run{of_suite}; runs/* are meant")
-    return found
+    return found, damaged
 
 
 def label_curves(rows, titles):
@@ -119,9 +119,11 @@ def label_curves(rows, titles):
 
 
 def write_csv(name, run_dirs):
-    """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed."""
+    """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed. -> whether a run
+    folder could not be read"""
     tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(name.removesuffix("-tuned"), [])}
-    new = [row for _, row in summarise_all(run_dirs, tasks)]
+    found, damaged = summarise_all(run_dirs, tasks)
+    new = [row for _, row in found]
     rows = {}
     for row in read_csv(RESULTS / f"{name}.csv") + new:
         rows[tuple(row[field] for field in ("script", "env_id", "exp_name", "flags", "seed"))] = row
@@ -130,11 +132,12 @@ def write_csv(name, run_dirs):
     commits = ", ".join(dict.fromkeys(row["commit"] or "unknown" for row in rows))
     print(f"{len(new)} of {len(run_dirs)} runs -> {RESULTS / name}.csv. It has {len(rows)} now, of commits {commits}")
     print("\n".join(settings_table(rows)))
+    return damaged
 
 
 def write_report(run_dirs, folder):
-    """Tables and curves of any runs, in a folder of the user's."""
-    found = summarise_all(run_dirs)
+    """Tables and curves of any runs, in a folder of the user's. -> whether a run folder could not be read"""
+    found, damaged = summarise_all(run_dirs)
     rows = [row for _, row in found]
     pairs = {(row["exp_name"], row["script"]) for row in rows}
     shared = {name for name, script in pairs if (name, script) != max(pair for pair in pairs if pair[0] == name)}
@@ -152,6 +155,7 @@ def write_report(run_dirs, folder):
     draw_curves([(row, minutes, means) for row, _, minutes, means in runs], folder / "runs_time.png", "minutes")
     print("\n".join(lines))
     print(f"{folder}/runs.md, runs.csv; curves: runs.png over steps, runs_time.png over minutes")
+    return damaged
 
 
 def settings_table(rows):
@@ -488,11 +492,7 @@ def main():
         write_readme()
     elif not args.runs:
         raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")
-    elif args.publish:
-        write_csv(args.publish, args.runs)
-    else:
-        write_report(args.runs, args.out)
-    if DAMAGED:
+    elif write_csv(args.publish, args.runs) if args.publish else write_report(args.runs, args.out):
         sys.exit(1)
 
 
