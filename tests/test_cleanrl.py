@@ -11,6 +11,41 @@ from conftest import DISCRETE, TESTS
 from recipes import with_recipes
 
 
+class Replay(gym.vector.VectorEnv):
+    """Plays a recorded rollout, whatever the actions are; `actions`, if given, are what it must get."""
+
+    actions = None
+
+    def __init__(self, num_envs, autoreset_mode):
+        self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self.obs[0], {}
+
+    def step(self, given):
+        t, self.t = self.t, self.t + 1
+        assert self.actions is None or (given == self.actions[t]).all()
+        return self.obs[t + 1], self.rewards[t], self.terminations[t], self.truncations[t], {}
+
+
+def register(env_id, spaces, obs, rewards, terminations, truncations, actions=None):
+    recorded = {"single_observation_space": spaces[0], "single_action_space": spaces[1], "obs": obs, "rewards": rewards}
+    recorded |= {"terminations": terminations, "truncations": truncations, "actions": actions}
+    gym.register(env_id, vector_entry_point=type("Recorded", (Replay,), recorded))
+
+
+def shuffle_as_cleanrl(monkeypatch, size):
+    """The permutations of np.random.shuffle, each of the one before."""
+    order, rng = np.arange(size), np.random.RandomState(1)
+
+    def next_order(_):
+        rng.shuffle(order)
+        return torch.tensor(order)
+
+    monkeypatch.setattr(torch, "randperm", next_order)
+
+
 @DISCRETE
 def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
     """From the same weights, on the same rollout, in the same order of samples: the losses of all 16 minibatches and
@@ -27,20 +62,8 @@ def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
         weights[f"{name}.weight"] = torch.tensor(rng.normal(size=shape).astype(np.float32) / shape[1] ** 0.5)
         weights[f"{name}.bias"] = torch.tensor(rng.normal(size=shape[0]).astype(np.float32) * 0.1)
 
-    class Replay(gym.vector.VectorEnv):
-        single_observation_space, single_action_space = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
-
-        def __init__(self, num_envs, autoreset_mode):
-            self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
-
-        def reset(self, *, seed=None, options=None):
-            self.t = 0
-            return obs[0], {}
-
-        def step(self, given):
-            assert (given == actions[self.t]).all()
-            self.t += 1
-            return obs[self.t], rewards[self.t - 1], terminations[self.t - 1], np.zeros(N, bool), {}
+    spaces = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
+    register("cleanrl/Replay-v0", spaces, obs, rewards, terminations, np.zeros((T, N), bool), actions)
 
     class SameWeights(script.Agent):
         def __init__(self, *arguments):
@@ -54,15 +77,8 @@ def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
                 self.acted += 1
             return super().get_action_and_value(obs, action, action_mask)
 
-    order, shuffle = np.arange(T * N), np.random.RandomState(1)
-
-    def next_order(size):
-        shuffle.shuffle(order)
-        return torch.tensor(order)
-
-    gym.register("cleanrl/Replay-v0", vector_entry_point=Replay)
     monkeypatch.setattr(script, "Agent", SameWeights)
-    monkeypatch.setattr(torch, "randperm", next_order)
+    shuffle_as_cleanrl(monkeypatch, T * N)
     flags = "--clip-vloss --no-norm-obs --no-norm-reward --update-epochs 4 --num-minibatches 4 --learning-rate 2.5e-4"
     flags += f" --ent-coef 0.01 --num-envs {N} --num-steps {T} --total-timesteps {T * N}"
     flags += f" --env-id cleanrl/Replay-v0 --no-compile --runs-dir {tmp_path}"
@@ -91,19 +107,8 @@ def test_first_iteration_of_cleanrls_continuous_script(watch, monkeypatch, tmp_p
             weights[f"{name}.{layer}.bias"] = torch.tensor(rng.normal(size=shape[0]).astype(np.float32) * 0.1)
     weights["log_std"] = torch.tensor(rng.normal(size=A).astype(np.float32) * 0.1)
 
-    class Replay(gym.vector.VectorEnv):
-        single_observation_space, single_action_space = gym.spaces.Box(-9, 9, (D,)), gym.spaces.Box(-1, 1, (A,))
-
-        def __init__(self, num_envs, autoreset_mode):
-            self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
-
-        def reset(self, *, seed=None, options=None):
-            self.t = 0
-            return obs[0], {}
-
-        def step(self, given):
-            self.t += 1
-            return obs[self.t], rewards[self.t - 1], terminations[self.t - 1], truncations[self.t - 1], {}
+    spaces = gym.spaces.Box(-9, 9, (D,)), gym.spaces.Box(-1, 1, (A,))
+    register("cleanrl/ReplayBox-v0", spaces, obs, rewards, terminations, truncations)
 
     class SameWeights(script.Agent):
         def __init__(self, *arguments):
@@ -117,15 +122,8 @@ def test_first_iteration_of_cleanrls_continuous_script(watch, monkeypatch, tmp_p
                 self.acted += 1
             return super().get_action_and_value(obs, action)
 
-    order, shuffle = np.arange(T * N), np.random.RandomState(1)
-
-    def next_order(size):
-        shuffle.shuffle(order)
-        return torch.tensor(order)
-
-    gym.register("cleanrl/ReplayBox-v0", vector_entry_point=Replay)
     monkeypatch.setattr(script, "Agent", SameWeights)
-    monkeypatch.setattr(torch, "randperm", next_order)
+    shuffle_as_cleanrl(monkeypatch, T * N)
     rollouts, minibatches = watch(script, "estimate_advantages"), watch(script, "ppo_loss")
     # CleanRL normalizes in wrappers of the environment: the recorded observations and rewards are normalized already.
     flags = f"--no-norm-obs --no-norm-reward --num-steps {T} --total-timesteps {T}"
