@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -92,6 +93,9 @@ def machine():
     return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
 
 
+PARSING = threading.Lock()  # run.py reads run folders in threads, and ast.parse in two threads fails in CPython 3.11
+
+
 def last_step(run_dir):
     """The global step at which the last episode of a run folder ended; 0 without episodes."""
     *_, last = (run_dir / "episodes.csv").read_text().splitlines()[1:] or [""]
@@ -110,7 +114,9 @@ def is_finished(run_dir):
 
 def defaults_of(path):
     """The defaults of the class Args of a script, as args.json has them. No code in the script runs."""
-    (fields,) = (node.body for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "Args")
+    with PARSING:
+        tree = ast.parse(path.read_text())
+    (fields,) = (node.body for node in tree.body if getattr(node, "name", "") == "Args")
     defaults = {}
     for field in fields:
         with contextlib.suppress(ValueError, AttributeError):  # a docstring, or a default that is computed
