@@ -192,7 +192,7 @@ def use_processes(task):
     """From now on, several processes step the vectors of a registered task."""
     spec = gym.registry[task]
     entry_points = {"entry_point": partial(make_one, spec), "vector_entry_point": partial(ProcessVector, spec)}
-    gym.registry[task] = dataclasses.replace(spec, **entry_points)
+    gym.registry[task] = dataclasses.replace(spec, kwargs={}, **entry_points)
 
 
 for task in gym.registry:
