@@ -1,13 +1,13 @@
 """Environments in several processes: benchmark/process_envs.py. Runs are processes of their own, because an import of
 the module changes every registered task."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -39,11 +39,10 @@ def finish(process):
     return output
 
 
-def workers(process):
-    """The processes that it has started, by id."""
-    return subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-    ).stdout.split()
+def workers(pid):
+    """The processes that this one has started, by id."""
+    command = ["ps", "-o", "pid=", "--ppid", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
 def all_gone(pids):
@@ -51,31 +50,28 @@ def all_gone(pids):
 
 
 @pytest.mark.parametrize(
-    "script, task, sizes",
+    "script, task, kwargs, sizes",
     [
-        ("ppo_continuous", "HalfCheetah-v4", {"num_steps": 64}),
-        ("ppo_continuous", "BipedalWalker-v3", {"num_steps": 16}),
-        ("ppo_continuous", "box/Shaped-v0", {"num_steps": 2}),
-        ("ppo_discrete", "CartPole-v1", {"num_envs": 50, "num_steps": 8}),
-        ("ppo_discrete", TAXI, {"num_steps": 16}),
-        ("ppo_rnn", "masks/Masked-v0", {"num_steps": 4, "env_kwargs": '{"form": "tuple"}'}),
+        ("ppo_continuous", "HalfCheetah-v4", {}, {"num_steps": 64}),
+        ("ppo_continuous", "BipedalWalker-v3", {}, {"num_steps": 16}),
+        ("ppo_continuous", "box/Shaped-v0", {}, {"num_steps": 2}),
+        ("ppo_discrete", "CartPole-v1", {}, {"num_envs": 50, "num_steps": 8}),
+        ("ppo_discrete", TAXI, {}, {"num_steps": 16}),
+        ("ppo_rnn", "masks/Masked-v0", {"form": "tuple"}, {"num_steps": 4}),
     ],
     indirect=["script"],
 )
-def test_weights_are_those_of_the_ordinary_run(script, tmp_path, small_args, task, sizes):
+def test_weights_are_those_of_the_ordinary_run(script, tmp_path, small_args, task, kwargs, sizes):
     """After 20 iterations, to the last bit, and all logs: with three processes for four environments, first episodes
     that are cut short, truncations, masks, and observations that are no vectors."""
     if task.startswith("Bipedal"):
         pytest.importorskip("Box2D")
     sizes = SMALL | {"stagger_envs": True, "update_epochs": 1} | sizes
     sizes["total_timesteps"] = 20 * sizes["num_envs"] * sizes["num_steps"]
-    kwargs = sizes.pop("env_kwargs", "{}")
-    in_three = kwargs.replace("{", '{"num_workers": 3, ').replace(", }", "}")
-    process = start(
-        script.__name__, tmp_path / "three", env_id=f"benchmark.process_envs:{task}", env_kwargs=in_three, **sizes
-    )
-    wait_for(lambda: len(workers(process)) == 2, process)
-    _, run_dir = script.train(small_args(env_id=task, env_kwargs=kwargs, **sizes))
+    in_three = {"env_id": f"benchmark.process_envs:{task}", "env_kwargs": json.dumps(kwargs | {"num_workers": 3})}
+    process = start(script.__name__, tmp_path / "three", **in_three, **sizes)
+    wait_for(lambda: len(workers(process.pid)) == 2, process)
+    _, run_dir = script.train(small_args(env_id=task, env_kwargs=json.dumps(kwargs), **sizes))
     finish(process)
     (other_dir,) = (tmp_path / "three").iterdir()
     assert_same_learner(script.load_checkpoint(run_dir), script.load_checkpoint(other_dir))
@@ -149,12 +145,11 @@ def try_the_vector(folder):
     again, _ = envs.reset(seed=[7, 8, 9, 7])
     assert len(np.unique(obs)) == obs.size == 12 and obs in envs.observation_space
     assert np.array_equal(obs[:3], again[:3]) and np.array_equal(obs[0], again[3])
-    me = SimpleNamespace(pid=os.getpid())
-    pids = workers(me)[:3]  # behind them is the one that lists them
+    pids = workers(os.getpid())[:3]  # the fourth is the one that lists them
     envs.close()
     assert len(pids) == 3 and all_gone(pids)
     gym.make_vec("Dice-v0", **options, num_workers=1).reset()
-    assert len(workers(me)) == 1
+    assert len(workers(os.getpid())) == 1
 
 
 def test_seeds_and_processes(tmp_path):
@@ -196,7 +191,7 @@ def test_end_of_a_run(script, tmp_path, end):
     args = LONG | {"total_timesteps": 10**8, "env_kwargs": '{"num_workers": 3}'}
     process = start(script.__name__, tmp_path, env_id=env_id, **args)
     wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 3, process)
-    pids = workers(process)
+    pids = workers(process.pid)
     assert len(pids) == 2
     if end == "worker is killed":
         os.kill(int(pids[0]), signal.SIGKILL)
