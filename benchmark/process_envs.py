@@ -5,7 +5,7 @@
 `num_workers` counts the main process too. Weights are those of the ordinary run to the last bit, if environments draw
 from their own `np_random`. `--evaluate` and videos use the plain environment. For Linux and macOS. Importing this file
 changes every task that is registered by then. A module with a task of its own, `--env-id my_module:Mine-v0`, imports
-`use_processes` from here, and calls `use_processes("Mine-v0")` behind gym.register.
+`use_processes` from here, and calls `use_processes("Mine-v0")` after gym.register.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def make_env(spec, kwargs):
 
 
 class Share:
-    """The n environments of one process. What few steps have is returned: a list of (environment, name, value)."""
+    """The n environments of one process. `rows` (n,) is shared memory. Other results are (environment, name, value)."""
 
     envs = ()
 
@@ -97,7 +97,7 @@ def work(pipe):
                 method, *arguments = connection.recv()
                 reply = getattr(share, method)(*arguments), None
             except Exception:
-                reply = None, traceback.format_exc()
+                reply = None, f"failed:\n{traceback.format_exc()}"
             connection.send(reply)
 
 
@@ -143,9 +143,9 @@ class ProcessVector(gym.vector.VectorEnv):
             try:
                 result, error = connection.recv()
             except (EOFError, ConnectionError):
-                result, error = None, f"it died with exit status {process.wait()}"
+                result, error = None, f"died with exit status {process.wait()}"
             if error:
-                raise RuntimeError(f"a worker process of the environments: {error}")
+                raise RuntimeError(f"a worker process of the environments {error}")
             results.append(result)
         return results
 
@@ -162,7 +162,7 @@ class ProcessVector(gym.vector.VectorEnv):
     def step(self, actions):
         infos = self.gather(self.call("step", actions))
         if "numbers" in infos:
-            infos["final_info"] = {"numbers": infos.pop("numbers")}
+            infos["final_info"] = {name: infos.pop(name) for name in ("numbers", "_numbers")}
         return *(self.rows[name].copy() for name in ("obs", "reward", "terminated", "truncated")), infos
 
     def gather(self, results):

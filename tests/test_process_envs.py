@@ -208,6 +208,6 @@ def test_end_of_a_run(script, tmp_path, end):
     if end == "worker is killed":
         assert process.returncode == 1 and output.count("Traceback") == 1
         last = output.strip().splitlines()[-1]
-        assert last == "RuntimeError: a worker process of the environments: it died with exit status -9"
+        assert last == "RuntimeError: a worker process of the environments died with exit status -9"
     else:
         assert "Traceback" not in output and process.returncode == (130 if end == "Ctrl-C" else -9)
