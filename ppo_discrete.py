@@ -77,7 +77,6 @@ class Args:  # the comments are what --help prints
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 16  # environments stepped side by side (N)
     stagger_envs: bool = False  # shorten first time limits by different amounts: environments get out of phase
-    async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
@@ -321,7 +320,7 @@ def train(args=None, resume=None):
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
-        cleanup.callback(close_envs, envs)
+        cleanup.callback(envs.close)
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
         # Each start or resumption has two seeds: for networks, noise and permutations, and for the environments.
@@ -480,8 +479,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. It also seeds the global generators, with --async-envs those of its worker. It
-    drops every info except masks and the numbers of an episode's last step: merging infos can cost more than a step."""
+    """One environment of a vector. It also seeds the global generators, and drops every info except masks and the
+    numbers of an episode's last step: merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -532,12 +531,9 @@ def make_envs(args):
         kwargs = json.loads(args.env_kwargs)
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
-        make_vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        envs = make_vector([partial(make_env, args)] * args.num_envs, **options)
+        envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = make_env(args).spec
-    if not isinstance(
-        envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
-    ):
+    if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
 
@@ -567,12 +563,6 @@ def stagger(envs, args):
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
     return elapsed_steps > 0
-
-
-def close_envs(envs):
-    """Close environments. Ctrl-C may have ended the workers of --async-envs already: do not wait for them."""
-    with contextlib.suppress(ConnectionError, EOFError):
-        envs.close(**{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
 
 
 class Run:
@@ -615,10 +605,7 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        what = "compiling" if args.compile else "training"
-        if self.global_step >= total_steps:
-            what = "finished: raise --total-timesteps to continue"
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}, {what}")
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + ", compiling" * args.compile)
         self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def restore(self, agent, optimizer):

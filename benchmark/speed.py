@@ -5,7 +5,7 @@
     python benchmark/speed.py continuous-1 continuous-8 discrete --cleanrl PATH --leanrl PATH   # SB3, and checkouts
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
     python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
-    python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool, --async-envs (envpool_envs.py)
+    python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool (envpool_envs.py)
     python benchmark/speed.py continuous-8-envpool --cleanrl PATH  # EnvPool beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
@@ -162,7 +162,6 @@ def cores_case(task, short, long):
     native, one = f"benchmark.envpool_envs:EnvPool/{task}", '{"num_threads": 1}'
     return {
         "gymnasium": (ours("ppo_continuous", env_id=task), short, long),
-        "gymnasium, --async-envs": (ours("ppo_continuous", env_id=task, async_envs=True), short, long),
         "EnvPool, one thread": (ours("ppo_continuous", env_id=native, env_kwargs=one), short, long),
         "ppo_continuous with EnvPool": (ours("ppo_continuous", env_id=native), short, long),
         "simulator": (simulator(task, 100), short, long),

@@ -10,7 +10,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import ONE, REAL_ENV, SMALL, assert_one_line, assert_same_learner, flags_of, probe, rows, scalars
+from conftest import ONE, SMALL, assert_one_line, flags_of, probe, rows, scalars
 
 
 @pytest.mark.parametrize("name", ["Shaped", "Integers", "OtherTypes"])
@@ -75,11 +75,10 @@ class Adjustable(probes.Target):
 probes.register("Adjustable", Adjustable)
 
 
-@pytest.mark.parametrize("async_envs", [False, True])
-def test_env_kwargs_and_info_metrics(script, small_args, main, async_envs):
+def test_env_kwargs_and_info_metrics(script, small_args, main):
     """--env-kwargs reach the environments of training and of evaluation. Numbers in the last info of an episode are
     logged as info/NAME, their mean over the episodes of an iteration; nothing else of it is, or ends the run."""
-    args = small_args(env_id=probe(script, "Adjustable"), env_kwargs='{"bonus": 100}', async_envs=async_envs)
+    args = small_args(env_id=probe(script, "Adjustable"), env_kwargs='{"bonus": 100}')
     _, run_dir = script.train(args)
     logged = scalars(run_dir)
     assert {name for name in logged if name.startswith("info/")} == {"info/is_success", "info/bonus"}
@@ -141,10 +140,9 @@ class Talkative(gym.Env):
 probes.register("Talkative", Talkative)
 
 
-@pytest.mark.parametrize("async_envs", [False, True])
-def test_infos_that_nothing_reads(script, small_args, async_envs):
+def test_infos_that_nothing_reads(script, small_args):
     """Stop no run, and do not replace the observation in which an episode ended."""
-    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), async_envs=async_envs, num_envs=3))
+    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), num_envs=3))
     envs.reset(seed=[1, 2, 3])
     for _ in range(5):
         *_, infos = envs.step(envs.action_space.sample())
@@ -192,22 +190,14 @@ def test_observations_that_are_no_vector(script, tmp_path, main, space):
 
 
 @pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
-@pytest.mark.parametrize("async_envs", [False, True])
-def test_final_observation_is_the_last_one(script, small_args, async_envs):
+def test_final_observation_is_the_last_one(script, small_args):
     """Also of an environment that has begun the next episode in the same array. It is what a truncated episode is
     bootstrapped from."""
-    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), async_envs=async_envs, num_envs=2))
+    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), num_envs=2))
     envs.reset()
     seen = [envs.step(envs.action_space.sample()) for _ in range(5)]
     envs.close()
     assert seen[4][4]["final_obs"][1].tolist() == [5, 5] and seen[4][0][1].tolist() == [0, 0]
-
-
-def test_asynchronous_environments(script, small_args):
-    """--async-envs only changes where the environments run: the learner is the same to the last bit."""
-    args = {"env_id": REAL_ENV[script.__name__], "total_timesteps": 256}
-    one, two = (script.load_checkpoint(script.train(small_args(async_envs=a, **args))[1]) for a in (False, True))
-    assert_same_learner(one, two)
 
 
 class Native(gym.vector.VectorEnv):

@@ -4,7 +4,6 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -152,26 +151,6 @@ def test_a_notebook_that_is_interrupted_goes_on(script, small_args):
     assert script.load_checkpoint(run_dir)["global_step"] == 32 * 18
     script.train(script.load_args(run_dir), resume=run_dir)
     assert script.load_checkpoint(run_dir)["global_step"] == 32 * 30
-
-
-@ONE
-def test_ctrl_c_ends_the_processes_of_environments(script, tmp_path):
-    """A terminal sends it to all of them, and here they are quicker. The run ends with 130, and no process is left."""
-    process = start(script.__name__, tmp_path, env_id=probe(script), **LONG | {"async_envs": True})
-    wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 3, process)
-    process.send_signal(signal.SIGSTOP)
-    os.killpg(process.pid, signal.SIGINT)
-    time.sleep(1)
-    process.send_signal(signal.SIGCONT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, output
-    (run_dir,) = tmp_path.iterdir()
-    assert f"--resume {run_dir}" in output
-    assert 0 < script.load_checkpoint(run_dir)["global_step"] < LONG["total_timesteps"]
-    with pytest.raises(ProcessLookupError):  # no process of the group is left
-        for _ in range(500):
-            os.killpg(process.pid, 0)
-            time.sleep(0.02)
 
 
 @ONE

@@ -92,13 +92,11 @@ def test_sampled_frequencies(script):
     torch.testing.assert_close(entropy[0], -sum((p * p.log()).sum() for p in probabilities))
 
 
-@pytest.mark.parametrize(
-    "form, async_envs", [*((form, False) for form in ("flat", "tuple", "list", "lists", "row")), ("tuple", True)]
-)
-def test_masks_reach_the_environment(script, small_args, form, async_envs):
+@pytest.mark.parametrize("form", ["flat", "tuple", "list", "lists", "row"])
+def test_masks_reach_the_environment(script, small_args, form):
     """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
     env_kwargs = json.dumps({"form": form})
-    args = small_args(env_id="masks/Masked-v0", env_kwargs=env_kwargs, async_envs=async_envs)
+    args = small_args(env_id="masks/Masked-v0", env_kwargs=env_kwargs)
     agent, _ = script.train(args)
     for args.eval_deterministic in (True, False):
         script.evaluate(agent, args, 5)

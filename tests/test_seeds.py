@@ -6,7 +6,6 @@ from typing import ClassVar
 import gymnasium as gym
 import numpy as np
 import probes
-import pytest
 import torch
 from conftest import assert_same_learner, make_agent, probe, rows
 
@@ -73,12 +72,11 @@ class GlobalNumbers(gym.Env):
 probes.register("GlobalNumbers", GlobalNumbers)
 
 
-@pytest.mark.parametrize("async_envs", [False, True])
-def test_environments_that_draw_from_the_global_generators(script, small_args, async_envs):
+def test_environments_that_draw_from_the_global_generators(script, small_args):
     """The same seed gives the same run, and each environment has numbers of its own."""
     runs = []
     for seed in (1, 1, 2):
-        args = small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs, seed=seed, total_timesteps=128)
+        args = small_args(env_id=probe(script, "GlobalNumbers"), seed=seed, total_timesteps=128)
         agent, run_dir = script.train(args)
         runs.append(([row[1] for row in rows(run_dir)[1:]], agent.state_dict()))
     (first, state), (second, same_state), (other, _) = runs
@@ -86,10 +84,9 @@ def test_environments_that_draw_from_the_global_generators(script, small_args, a
     torch.testing.assert_close(state, same_state, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("async_envs", [False, True])
-def test_every_environment_has_a_seed_of_its_own(script, small_args, async_envs):
-    """For each of the three generators, though a process of an environment begins as a copy of the same one."""
-    envs = script.make_envs(small_args(env_id=probe(script, "GlobalNumbers"), async_envs=async_envs))
+def test_every_environment_has_a_seed_of_its_own(script, small_args):
+    """For each of the three generators."""
+    envs = script.make_envs(small_args(env_id=probe(script, "GlobalNumbers")))
     one, two, other = (envs.reset(seed=seed)[0].copy() for seed in (5, 5, 50))
     envs.close()
     assert one.shape == (4, 3) and len(np.unique(np.concatenate([one, other]))) == 24

@@ -2,7 +2,6 @@
 
 import gymnasium as gym
 import numpy as np
-import pytest
 from conftest import ACTIONS, rows
 
 
@@ -24,16 +23,14 @@ class Limited(gym.Env):
 
 for kind in ("box", "discrete"):
     gym.register(f"{kind}/Limited-v0", Limited, kwargs={"discrete": kind == "discrete"}, max_episode_steps=40)
-STAGGERED = [("ppo_continuous", False), ("ppo_continuous", True), ("ppo_discrete", False), ("ppo_rnn", False)]
 
 
-@pytest.mark.parametrize("script, async_envs", STAGGERED, indirect=["script"])
-def test_stagger_envs(script, small_args, async_envs):
+def test_stagger_envs(script, small_args):
     """Four environments whose episodes only end at a limit of 40 steps: the second begins at its step 10, the third at
     20, the fourth at 30. Whole episodes end one after the other, and only those are logged, from their first step on.
     Without staggering all end together."""
     env_id = f"{ACTIONS[script.__name__]}/Limited-v0"
-    args = {"env_id": env_id, "num_envs": 4, "num_steps": 15, "total_timesteps": 4 * 90, "async_envs": async_envs}
+    args = {"env_id": env_id, "num_envs": 4, "num_steps": 15, "total_timesteps": 4 * 90}
     for stagger_envs, ends in (True, [40, 50, 60, 70, 80, 90]), (False, [40] * 4 + [80] * 4):
         _, run_dir = script.train(small_args(stagger_envs=stagger_envs, **args))
         table = rows(run_dir)[1:]

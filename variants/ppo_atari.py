@@ -83,7 +83,6 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 10_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side, of all ranks together
-    async_envs: bool = False  # each environment in its own process: worth it if a step takes a millisecond or more
     clip_reward: bool = True  # learn from the sign of the rewards
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
@@ -287,7 +286,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # however training ends
         envs = make_envs(args, N)
-        cleanup.callback(close_envs, envs)
+        cleanup.callback(envs.close)
         run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)))
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
@@ -478,8 +477,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. It also seeds the global generators, with --async-envs those of its worker. It
-    drops every info except masks and the numbers of an episode's last step: merging infos can cost more than a step."""
+    """One environment of a vector. It also seeds the global generators, and drops every info except masks and the
+    numbers of an episode's last step: merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -532,12 +531,9 @@ def make_envs(args, num_envs):
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
-        make_vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        envs = make_vector([partial(make_env, args)] * num_envs, **options)
+        envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * num_envs, **options)
         envs.spec = make_env(args).spec
-    if not isinstance(
-        envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
-    ):
+    if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
 
@@ -557,12 +553,6 @@ def read_masks(infos, sizes):
     if not all(mask.any(-1).all() for mask in masks.split(sizes, -1)):
         raise UsageError('infos["action_mask"] forbids every choice in some dimension of the action')
     return masks
-
-
-def close_envs(envs):
-    """Close environments. Ctrl-C may have ended the workers of --async-envs already: do not wait for them."""
-    with contextlib.suppress(ConnectionError, EOFError):
-        envs.close(**{"terminate": True} if isinstance(envs, gym.vector.AsyncVectorEnv) else {})
 
 
 class Run:
@@ -610,10 +600,7 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        what = "compiling" if args.compile else "training"
-        if self.global_step >= total_steps:
-            what = "finished: raise --total-timesteps to continue"
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}, {what}")
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + ", compiling" * args.compile)
         self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def restore(self, agent, optimizer):
