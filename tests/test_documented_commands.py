@@ -1,0 +1,139 @@
+"""Commands of README.md, CONTRIBUTING.md, docs/, recipes/ and the docstrings: a test here runs each one with a small
+budget, or CONTRIBUTING.md lists it under "Commands that no test runs", with the reason."""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS, SMALL, flags_of
+
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/README.md", "ppo_*.py", "variants/*.py"]
+PAGES = [path for pattern in [*PAGES, "benchmark/*.py", "recipes/*.py"] for path in sorted(ROOT.glob(pattern))]
+PROGRAMS = "python|python3|pip|uv|torchrun|wandb|tensorboard|mkdocs|ruff|git|bash|cp|diff|patch"
+PROGRAM = rf"(?:[A-Z_]+=\S+ )?(?:\S+/)?(?:{PROGRAMS})"
+HEADING = "## Commands that no test runs\n"
+
+# Flags of a small run. They come before the words of the command, whose own numbers count.
+BUDGETS = dict.fromkeys(SCRIPTS, flags_of(**SMALL | {"num_steps": 4, "update_epochs": 1}))
+BUDGETS["ppo_atari"] = flags_of(num_envs=1, num_steps=4, num_minibatches=2, update_epochs=1, compile=False)
+BUDGETS["ppo_gpu_sim"] = flags_of(env_id="my_robot:make_envs", num_envs=16, num_steps=10, compile=False, device="cpu")
+BUDGETS["ppo_rlhf"] = flags_of(supervised_steps=2, batch_size=8, response_length=6, device="cpu")
+# What comes after the words: the length of the first run in a folder, and of a later one, which may resume it.
+LENGTHS = dict.fromkeys(BUDGETS, ("--total-timesteps=160", "--total-timesteps=320"))
+LENGTHS["ppo_atari"] = ("--total-timesteps=8", "--total-timesteps=16")
+LENGTHS["ppo_rlhf"] = ("--total-episodes=16", "--total-episodes=32")
+
+# These run in a copy of the repository, one after the other.
+FOR_A_COPY = r"git|cp|diff|python (recipes/refresh|benchmark/compare|tests/test_parity)\.py"
+# What stands for the reader's own words. layer_norm is a recipe that has a head, without which refresh.py fails.
+OWN_WORDS = {"COMMIT": "HEAD", "NAME": "layer_norm"}
+OWN_WORDS |= {"BEFORE.csv": "benchmark/results/mujoco.csv", "AFTER.csv": "benchmark/results/mujoco.csv"}
+
+
+def commands_of(path):
+    """The lines and the inline code that begin with a program, without comments. `a && b` is two commands."""
+    text = path.read_text().split(HEADING)[0]
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    text = re.sub(r"^```(python|diff)\n.*?^```", "", text, flags=re.M | re.S)
+    lines = [re.sub(r"\s+#.*", "", line) for line in re.findall(rf"^(?:    )?({PROGRAM} .+)", text, re.M)]
+    inline = [code for code in re.findall(rf"`({PROGRAM}\s[^`]+)`", text) if "." in code or len(code.split()) > 2]
+    return [" ".join(command.split()) for line in [*lines, *inline] for command in line.split(" && ")]
+
+
+def is_meant(listed, command):
+    """An entry of the list that ends in ... means all commands that begin like it."""
+    return command == listed or (listed.endswith(" ...") and f"{command} ".startswith(listed.removesuffix("...")))
+
+
+def script_of(command):
+    found = re.match(rf"python (?:variants/)?({'|'.join(BUDGETS)})\.py\b", command)
+    return found and found[1]
+
+
+SHOWN = {path.relative_to(ROOT).as_posix(): commands_of(path) for path in PAGES}
+LISTED = dict(re.findall(r"^\| `(.+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text().split(HEADING)[1], re.M))
+COMMANDS = dict.fromkeys(command for commands in SHOWN.values() for command in commands)
+NOT_LISTED = [command for command in COMMANDS if not any(is_meant(listed, command) for listed in LISTED)]
+OF_SCRIPTS = [command for command in NOT_LISTED if script_of(command)]
+OF_A_COPY = [command for command in NOT_LISTED if re.match(rf"({FOR_A_COPY})\b", command)]
+
+
+def test_every_command_is_run_or_listed():
+    """The list has nothing else, and the tests that it names exist."""
+    wrong, not_run = [], {*NOT_LISTED} - {*OF_SCRIPTS, *OF_A_COPY}
+    for page, commands in SHOWN.items():
+        for command in not_run.intersection(commands):
+            wrong.append(f"{page}: `{command}` is neither run by this file nor listed in CONTRIBUTING.md")
+    for listed, reason in LISTED.items():
+        if not any(is_meant(listed, command) for command in COMMANDS):
+            wrong.append(f"CONTRIBUTING.md: `{listed}` is listed, and no page shows it")
+        names = re.findall(r"`(test_\w+\.py)`", reason)
+        wrong += [f"CONTRIBUTING.md: there is no {name}" for name in names if not (ROOT / "tests" / name).is_file()]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A user's folder, with what the commands need that is not in the repository."""
+    register = "gymnasium.register('Mine-v0', probes.Target, kwargs={'discrete': False})"
+    (tmp_path / "my_module.py").write_text(f"import gymnasium, probes\n{register}\n")
+    (tmp_path / "my_robot.py").write_text("from torch_envs import drift as make_envs\n")
+    (tmp_path / "prompts.txt").write_text("how is the soup ?\ntell us about the cake please .\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "variants")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", OF_SCRIPTS)
+def test_command_of_a_script(command, folder, main):
+    """It ends without an error. Where it needs a finished run, there is one."""
+    pages = ", ".join(page for page, commands in SHOWN.items() if command in commands)
+    name = script_of(command)
+    if name == "ppo_rlhf":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    script = importlib.import_module(name)
+    first_length, length = LENGTHS[name]
+    if re.search("runs/NAME|latest|--model", command):
+        finished = main(script, *BUDGETS[name], first_length)
+        assert finished.returncode == 0, finished.stderr
+        (run_dir,) = folder.glob("runs/*")
+        command = command.replace("runs/NAME", str(run_dir))
+        command = command.replace("--model A", f"--model {run_dir}/supervised")
+        command = command.replace("--reward-model B", f"--reward-model {run_dir}/reward")
+    words = shlex.split(command.partition(".py")[2].replace(" FLAGS", ""))
+    if "--evaluate" in words:
+        words.append("--eval-episodes=1")
+    finished = main(script, *BUDGETS[name], *words, length)
+    assert finished.returncode == 0, f"{pages}: {command}: {finished.stderr}"
+
+
+@pytest.mark.parametrize("page", [page for page in SHOWN if {*SHOWN[page]} & {*OF_A_COPY}])
+def test_commands_of_a_page_in_a_copy(page, tmp_path):
+    """Each ends without an error, in the order of the page. A script has changed since the last commit of the copy."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "wandb", "site", "__pycache__"))
+    author = "-c user.name=name -c user.email=name@example.org"
+    save = f"git init --quiet && git add --all && git {author} commit --quiet --message copy"
+    subprocess.run(save, shell=True, cwd=copy, check=True)
+    with open(copy / "ppo_continuous.py", "a") as file:
+        file.write("# changed\n")
+    for name in ("my_ppo.py", "original.py"):
+        shutil.copy(copy / "ppo_continuous.py", copy / name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for command in SHOWN[page]:
+        if command in OF_A_COPY:
+            for word, own in OWN_WORDS.items():
+                command = command.replace(word, own)
+            finished = subprocess.run(
+                command, shell=True, cwd=copy, env=os.environ | {"PATH": path}, capture_output=True, text=True
+            )
+            files_differ = command.startswith("diff ") and finished.returncode == 1
+            assert finished.returncode == 0 or files_differ, f"{page}: {command}: {finished.stderr}"
