@@ -41,7 +41,9 @@ def exit_status(child, timeout=60):
 
 
 def two_ranks(function):
-    """Call function(rank) in two processes, with the environment variables of `torchrun --nproc-per-node 2`."""
+    """Call function(rank) in two processes, with the environment variables of `torchrun --nproc-per-node 2`.
+
+    The function trains once: a second process group at the same port can meet what is left of the first, and hang."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 

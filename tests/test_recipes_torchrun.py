@@ -57,14 +57,19 @@ def test_two_ranks_train_as_one(tmp_path):
         agent, run_dir = script.train(args)
         left = {"agent": agent.state_dict(), "run_dir": str(run_dir), "seeds": [x.first_seed for x in MEMBERS]}
         left["actions"] = torch.from_numpy(np.array([x.actions for x in MEMBERS]))
+        torch.save(left, tmp_path / f"rank-{rank}.pt")
+
+    def resume(rank):
         (folder,) = (tmp_path / "two" / "runs").iterdir()
         agent, _ = script.train(small(script, tmp_path, **ARGS | {"total_timesteps": 640}), resume=folder)
-        torch.save(left | {"resumed": agent.state_dict()}, tmp_path / f"rank-{rank}.pt")
+        torch.save(agent.state_dict(), tmp_path / f"resumed-{rank}.pt")
 
     two_ranks(train)
+    two_ranks(resume)
     first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
-    for key in ("agent", "resumed"):
-        torch.testing.assert_close(first[key], second[key], atol=0, rtol=0)
+    torch.testing.assert_close(first["agent"], second["agent"], atol=0, rtol=0)
+    resumed = [torch.load(tmp_path / f"resumed-{rank}.pt") for rank in (0, 1)]
+    torch.testing.assert_close(*resumed, atol=0, rtol=0)
     assert second["run_dir"] == "None" and len({*first["seeds"], *second["seeds"]}) == 8
     # The first policy is nearly the same noise everywhere. Each rank draws its own.
     noise = [rank["actions"][:, :16].flatten() for rank in (first, second)]
@@ -100,11 +105,8 @@ def test_two_ranks_take_the_mean_gradient(tmp_path):
             parts = (10 * script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]).split(sizes)
             torch.save(dict(zip(names, parts)), tmp_path / f"{folder}.pt")
 
-    def train(rank):
-        gradient("mean", max_grad_norm=0.0)
-        gradient("bounded", max_grad_norm=1e-3)
-
-    two_ranks(train)
+    two_ranks(lambda rank: gradient("mean", max_grad_norm=0.0))
+    two_ranks(lambda rank: gradient("bounded", max_grad_norm=1e-3))
     gradient("alone", max_grad_norm=0.0)
     mean, bounded, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("mean", "bounded", "alone"))
     critic = [name for name in alone if name.startswith("critic")]
