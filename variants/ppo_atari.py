@@ -8,11 +8,11 @@
 # ///
 """Proximal Policy Optimization (PPO) for images and Atari games, in one file: a variant of ppo_discrete.py.
 
-    python ppo_atari.py --env-id ALE/Breakout-v5         # train; logs and checkpoints go to runs/NAME
-    python ppo_atari.py --preset cleanrl                 # with the hyperparameters of CleanRL's ppo_atari.py
-    python ppo_atari.py --resume runs/NAME               # continue a run, also after a kill; or --resume latest
-    python ppo_atari.py --evaluate runs/NAME             # play episodes with the trained agent; or --evaluate latest
-    torchrun --nproc-per-node 2 ppo_atari.py             # two processes (ranks) train one agent, each on its own GPU
+    python variants/ppo_atari.py --env-id ALE/Breakout-v5    # train; logs and checkpoints go to runs/NAME
+    python variants/ppo_atari.py --preset cleanrl            # with the hyperparameters of CleanRL's ppo_atari.py
+    python variants/ppo_atari.py --resume runs/NAME          # continue a run, also after a kill; or --resume latest
+    python variants/ppo_atari.py --evaluate runs/NAME        # play with the trained agent; or --evaluate latest
+    torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, a GPU for each
 
 Choices on which PPO implementations differ (docs/choices.md has what each one gains):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
