@@ -620,7 +620,8 @@ class Run:
     def log(self, global_step, episodes, scalars):
         """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
-        now, text = time.monotonic(), "no whole episode yet"
+        now, limit = time.monotonic(), gym.spec(self.args.env_id).max_episode_steps
+        text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
             self.recent_returns.append(float(x["return"]))
