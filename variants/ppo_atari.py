@@ -568,12 +568,14 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        self.dir.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
+            self.dir.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
+        except OSError as error:
+            raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
@@ -615,7 +617,7 @@ class Run:
     def log(self, global_step, episodes, scalars):
         """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
-        now, limit = time.monotonic(), gym.spec(self.args.env_id).max_episode_steps
+        now, limit = time.monotonic(), gym.spec(self.args.env_id.split(":")[-1]).max_episode_steps
         text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
