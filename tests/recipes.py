@@ -1,6 +1,5 @@
 """What the tests of recipes/ share: scripts with recipes applied, small runs, agents, environments."""
 
-import copy
 import csv
 import functools
 import importlib.util
@@ -15,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from conftest import ROOT, SMALL
+from probes import register
 
 from benchmark import self_play_envs
 
@@ -215,25 +215,38 @@ gym.register("Wanderer-v0", Wanderer, max_episode_steps=50)
 
 
 class TwoSenses(gym.Env):
-    """One step per episode. The image tells the first bit of the right action of four, the vector the second one."""
+    """One step per episode. The image tells one bit, the vector another one. Discrete: the right one of four actions is
+    2 * first + second, and the return is 1 for it. Box: the return is the mean of the two actions, each times 1 or -1
+    for its bit."""
 
     observation_space = gym.spaces.Dict(
         image=gym.spaces.Box(0, 255, (37, 36, 3), np.uint8), vector=gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
     )
-    action_space = gym.spaces.Discrete(4)
+    last = []  # noqa: RUF012  the final observations of all episodes, which are new ones
+
+    def __init__(self, discrete, end="terminated"):
+        self.discrete, self.end = discrete, end
+        self.action_space = gym.spaces.Discrete(4) if discrete else gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def observe(self):
+        self.bits = self.np_random.integers(2, size=2)
+        image = self.np_random.integers(100, size=(37, 36, 3)) + 100 * self.bits[0]
+        return {"image": image.astype(np.uint8), "vector": np.array([1000.0, -5.0, 1.0]) + self.bits[1]}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.first, self.second = self.np_random.integers(2, size=2)
-        image = self.np_random.integers(100, size=(37, 36, 3)) + 100 * self.first
-        self.obs = {"image": image.astype(np.uint8), "vector": np.array([1000.0, -5.0, 1.0]) + self.second}
-        return self.obs, {}
+        return self.observe(), {}
 
     def step(self, action):
-        return copy.deepcopy(self.obs), float(action == 2 * self.first + self.second), True, False, {}
+        if self.discrete:
+            reward = float(action == 2 * self.bits[0] + self.bits[1])
+        else:
+            reward = float(np.mean(action * (2 * self.bits - 1)))
+        self.last.append(self.observe())
+        return self.last[-1], reward, self.end == "terminated", self.end == "truncated", {}
 
 
-gym.register("TwoSenses-v0", TwoSenses)
+register("TwoSenses", TwoSenses)
 
 
 class ThreeAgents:

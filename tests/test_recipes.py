@@ -24,6 +24,7 @@ CONTINUOUS = {
     "privileged_critic": ("recipes/TwoViews-v0", {}),
     "entropy_schedule": ("InvertedPendulum-v4", {}),
     "image_box": ("recipes/Picture-v0", {"num_steps": 4}),
+    "dict_observations_box": ("box/TwoSenses-v0", {"num_steps": 4}),
     "layer_norm": ("InvertedPendulum-v4", {"hidden_sizes": (32, 32)}),
     "popart": ("InvertedPendulum-v4", {}),
     "symmetry_loss": ("Walker2d-v5", {}),
@@ -34,7 +35,7 @@ CONTINUOUS = {
     "exact_resume": ("Wanderer-v0", {}),
 }
 DISCRETE = {
-    "dict_observations": ("TwoSenses-v0", {"num_steps": 4}),
+    "dict_observations": ("discrete/TwoSenses-v0", {"num_steps": 4}),
     "rnd": ("discrete/Target-v0", {}),
     "self_play": ("Counted-v0", {"opponent_interval": 4}),
     "shared_parameters": ("recipes:parallel_env", {"num_envs": 6}),

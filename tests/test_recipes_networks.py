@@ -1,5 +1,5 @@
-"""Recipes about networks and what they see: image_box, images_with_memory,
-dict_observations, privileged_critic, layer_norm."""
+"""Recipes about networks and what they see: image_box, images_with_memory, dict_observations, dict_observations_box,
+privileged_critic, layer_norm."""
 
 import dataclasses
 
@@ -76,12 +76,26 @@ def test_images_with_memory(tmp_path, watch):
         agent.predict(np.zeros((36, 40, 3), np.uint8))
 
 
-def test_dict_observations(tmp_path):
+DICT_OBSERVATIONS = pytest.mark.parametrize(
+    "script, recipe, env_id, steps",
+    [
+        ("ppo_discrete", "dict_observations", "discrete/TwoSenses-v0", 1280),
+        ("ppo_continuous", "dict_observations_box", "box/TwoSenses-v0", 2560),
+    ],
+)
+
+
+def two_senses(script, env_id, runs_dir, **changes):
+    args = script.Args(**SMALL | {"num_envs": 16, "num_steps": 4, "num_minibatches": 1, "update_epochs": 5})
+    return dataclasses.replace(args, env_id=env_id, runs_dir=str(runs_dir), **changes)
+
+
+@DICT_OBSERVATIONS
+def test_image_and_vector_are_both_seen(script, recipe, env_id, steps, tmp_path):
     """Both parts are learned from: one alone would tell half of the bits, and 1/2 is the best return then. The image
     stays as it is, the vector is normalized."""
-    script = with_recipes("ppo_discrete", "dict_observations")
-    args = script.Args(**SMALL | {"num_envs": 16, "num_steps": 4, "num_minibatches": 1, "update_epochs": 5})
-    args = dataclasses.replace(args, env_id="TwoSenses-v0", total_timesteps=1280, runs_dir=str(tmp_path))
+    script = with_recipes(script, recipe)
+    args = two_senses(script, env_id, tmp_path, total_timesteps=steps)
     agent, run_dir = script.train(args)
     assert script.evaluate(script.load_agent(run_dir), args, 40).mean() > 0.8
 
@@ -89,8 +103,9 @@ def test_dict_observations(tmp_path):
     flat_rows = np.stack([env.reset(seed=seed)[0] for seed in range(20)])
     rows = torch.from_numpy(flat_rows)
     normalized = agent.normalize_obs(rows)
+    dictionaries = gym.make(env_id)
     for seed in range(20):
-        obs, _ = TwoSenses().reset(seed=seed)
+        obs, _ = dictionaries.reset(seed=seed)
         expected = (obs["vector"] - agent.obs_rms.mean.numpy()) / agent.obs_rms.var.numpy() ** 0.5
         pixels, vector = agent.split(normalized[seed])
         np.testing.assert_allclose(vector, expected, atol=1e-4)
@@ -98,18 +113,32 @@ def test_dict_observations(tmp_path):
     assert len({row[: 37 * 36 * 3].max().item() > 100 for row in rows}) == 2
 
     # Another image alone, or another vector alone, changes the probabilities and the value.
+    action = torch.ones_like(agent.get_action_and_value(normalized)[0])
     for part in (slice(0, 37 * 36 * 3), slice(37 * 36 * 3, None)):
         other = normalized.clone()
         other[:, part] = normalized.roll(1, 0)[:, part]
         changed = (normalized != other).any(1)
-        action = torch.zeros(20, 1, dtype=torch.int64)
         for i in (1, 3):  # log-probability, value
             before, after = (agent.get_action_and_value(x, action)[i] for x in (normalized, other))
             assert changed.any() and ((before - after).abs() > 1e-4).equal(changed)
     with pytest.raises(ValueError, match=str(37 * 36 * 3 + 3)):
         agent.predict(flat_rows[:, 1:])
     with pytest.raises(script.UsageError, match="image and vector"):
-        script.train(dataclasses.replace(args, env_id="CartPole-v1"))
+        script.train(dataclasses.replace(args, env_id="box/Target-v0"))
+
+
+@DICT_OBSERVATIONS
+def test_final_images_and_vectors_of_truncated_episodes(script, recipe, env_id, steps, tmp_path, watch):
+    """Every step truncates an episode. Advantages are estimated from its final observation, the image before the
+    vector. No observation of the rollout equals it."""
+    script = with_recipes(script, recipe)
+    estimates = watch(script, "estimate_advantages")
+    TwoSenses.last.clear()
+    changes = {"total_timesteps": 64, "env_kwargs": '{"end": "truncated"}', "norm_obs": False, "update_epochs": 1}
+    script.train(two_senses(script, env_id, tmp_path, **changes))
+    [((_, _, _, final_obs, *_), _)] = estimates
+    expected = [np.concatenate([obs["image"].ravel(), obs["vector"]]) for obs in TwoSenses.last]
+    assert len(expected) == 64 and np.array_equal(final_obs, np.float32(expected))
 
 
 def test_privileged_critic(tmp_path):
