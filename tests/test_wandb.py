@@ -6,7 +6,7 @@ import struct
 import time
 
 import pytest
-from conftest import ONE, scalars
+from conftest import ONE, SMALL, probe, scalars, start
 from wandb.proto import wandb_internal_pb2
 
 
@@ -27,11 +27,12 @@ def payloads(path):
             record = b""
 
 
-def records(run_dir):
-    """The history of the one offline run of a folder that has the folder's name, a dict for each row; its settings."""
+def records(run_dir, run_id=None):
+    """The history of the one offline run of a folder, a dict for each row; its settings. The run has the id run_id;
+    None: the folder's name."""
     history, settings = [], {}
     for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")):
-        assert path.name == f"run-{run_dir.name}.wandb"
+        assert path.name == f"run-{run_id or run_dir.name}.wandb"
         for payload in payloads(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(payload)
@@ -44,10 +45,10 @@ def records(run_dir):
     return history, settings
 
 
-def wait_for_records(run_dir, count):
+def wait_for_records(run_dir, count, run_id=None):
     """The same, once the history has `count` rows: on a busy machine W&B writes its file after it has finished."""
     for _ in range(200):
-        history, settings = records(run_dir)
+        history, settings = records(run_dir, run_id)
         if len(history) >= count:
             break
         time.sleep(0.1)
@@ -80,3 +81,19 @@ def test_a_run_that_is_tracked_later(script, run_dir, main, offline_wandb):
     assert main(script, "--resume", run_dir, "--track", "--total-timesteps=320").returncode == 0
     history, settings = wait_for_records(run_dir, 1)
     assert settings["name"] == run_dir.name and [row["global_step"] for row in history] == [320]
+
+
+@ONE
+def test_a_run_of_a_sweep(script, tmp_path, main, offline_wandb):
+    """The sweep chooses the id, by the variables that wandb's agent sets. Resumed without the agent, the run continues
+    under the same id."""
+    sweep = {"WANDB_SWEEP_ID": "search", "WANDB_RUN_ID": "chosen", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    args = SMALL | {"env_id": probe(script), "total_timesteps": 128, "track": True}
+    process = start(script.__name__, tmp_path / "runs", environment=sweep, **args)  # wandb reads them once in a process
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    [run_dir] = (tmp_path / "runs").iterdir()
+    assert main(script, "--resume", run_dir, "--total-timesteps=256").returncode == 0
+    history, settings = wait_for_records(run_dir, 4, "chosen")
+    assert settings["id"] == "chosen" and settings["name"] == run_dir.name
+    assert [row["global_step"] for row in history] == [64, 128, 192, 256]
