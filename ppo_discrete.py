@@ -321,7 +321,7 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
-        run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * B, resume)))
+        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
         # Each start or resumption has two seeds: for networks, noise and permutations, and for the environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
@@ -569,9 +569,9 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar."""
 
-    def __init__(self, args, total_steps, resume=None):
+    def __init__(self, args, spec, total_steps, resume=None):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
-        self.args, self.total_steps = args, total_steps
+        self.args, self.spec, self.total_steps = args, spec, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
         self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
         try:
@@ -622,7 +622,7 @@ class Run:
     def log(self, global_step, episodes, scalars):
         """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
-        now, limit = time.monotonic(), gym.spec(self.args.env_id.split(":")[-1]).max_episode_steps
+        now, limit = time.monotonic(), self.spec.max_episode_steps
         text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")

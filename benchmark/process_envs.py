@@ -130,9 +130,9 @@ class ProcessVector(gym.vector.VectorEnv):
                 options = {"env": environment, "pass_fds": [other_end.fileno(), memory.fileno()]}
                 self.workers.append((connection, subprocess.Popen(command, start_new_session=True, **options)))
                 other_end.close()
-            self.call("make", range(num_envs), spec, kwargs, row_type, memory.fileno())
+            self.call_shares("make", range(num_envs), spec, kwargs, row_type, memory.fileno())
 
-    def call(self, method, values, *arguments):
+    def call_shares(self, method, values, *arguments):
         """Call a method of every share with its part of the values (N,) -> what they return, a list"""
         *parts, own_part = [values[first:last] for first, last in zip(self.bounds, self.bounds[1:])]
         with contextlib.suppress(ConnectionError):  # a worker died: receiving says so
@@ -150,17 +150,17 @@ class ProcessVector(gym.vector.VectorEnv):
         return results
 
     def set_attr(self, name, values):
-        self.call("set_attr", values, name)
+        self.call_shares("set_attr", values, name)
 
     def reset(self, *, seed=None, options=None):
         """seed: a list with one number for each environment, or the first of these numbers, or None."""
         if not np.iterable(seed):
             seed = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
-        infos = self.gather(self.call("reset", seed, options))
+        infos = self.gather(self.call_shares("reset", seed, options))
         return self.rows["obs"].copy(), infos
 
     def step(self, actions):
-        infos = self.gather(self.call("step", actions))
+        infos = self.gather(self.call_shares("step", actions))
         if "numbers" in infos:
             infos["final_info"] = {name: infos.pop(name) for name in ("numbers", "_numbers")}
         return *(self.rows[name].copy() for name in ("obs", "reward", "terminated", "truncated")), infos

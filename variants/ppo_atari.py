@@ -287,7 +287,8 @@ def train(args=None, resume=None):
     with contextlib.ExitStack() as cleanup:  # however training ends
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
-        run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)))
+        total_steps = num_iterations * T * args.num_envs
+        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, total_steps, resume, rank)))
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -559,9 +560,9 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar. Rank 0 writes for all ranks: on the others every method does nothing."""
 
-    def __init__(self, args, total_steps, resume=None, rank=0):
+    def __init__(self, args, spec, total_steps, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
-        self.args, self.total_steps = args, total_steps
+        self.args, self.spec, self.total_steps = args, spec, total_steps
         if rank > 0:
             self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
@@ -617,7 +618,7 @@ class Run:
     def log(self, global_step, episodes, scalars):
         """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
-        now, limit = time.monotonic(), gym.spec(self.args.env_id.split(":")[-1]).max_episode_steps
+        now, limit = time.monotonic(), self.spec.max_episode_steps
         text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
