@@ -33,6 +33,7 @@ CONTINUOUS = {
     "sb3_clip_ranges": ("InvertedPendulum-v4", {"clip_range_vf": 0.2, "anneal_clip": True}),
     "torchrun": ("box/Target-v0", {}),
     "exact_resume": ("Wanderer-v0", {}),
+    "unguarded_update": ("InvertedPendulum-v4", {}),
 }
 DISCRETE = {
     "dict_observations": ("discrete/TwoSenses-v0", {"num_steps": 4}),

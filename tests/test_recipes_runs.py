@@ -1,4 +1,5 @@
-"""Recipes about runs: exact_resume, init_from, evaluate_while_training. (test_recipes_torchrun.py has torchrun.)"""
+"""Recipes about runs: exact_resume, init_from, evaluate_while_training, unguarded_update. (test_recipes_torchrun.py has
+torchrun.)"""
 
 from pathlib import Path
 
@@ -94,3 +95,15 @@ def test_evaluate_while_training(tmp_path):
     module.train(small(module, tmp_path, eval_interval=1, eval_episodes=5, **still), resume=run_dir)
     means = [value for _, value in scalars(run_dir)["charts/eval_return"]]
     assert len(means) == 7 and best() == pytest.approx(max(means), rel=1e-5)
+
+
+def test_unguarded_update_equals_the_plain_one(tmp_path):
+    """Compiled, over an iteration, a resumption and one more: no state of Adam and no learning rate is lost."""
+    vectors = []
+    for recipes, changes in ([], {"compile": False}), (["unguarded_update"], {"compile": True}):
+        module = with_recipes("ppo_continuous", *recipes)
+        changes |= {"exp_name": f"run{len(recipes)}", "env_id": "InvertedPendulum-v4", "learning_rate": 1e-2}
+        _, run_dir = module.train(small(module, tmp_path, **changes, total_timesteps=64))
+        agent, _ = module.train(small(module, tmp_path, **changes, total_timesteps=128), resume=run_dir)
+        vectors.append(torch.nn.utils.parameters_to_vector(agent.parameters()))
+    torch.testing.assert_close(*vectors, rtol=1e-4, atol=1e-5)
