@@ -315,13 +315,13 @@ def headline():
     published = read_published()
     tuned = {env_id: rows for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items() if settings}
     columns = [
-        "task, 1M steps",
+        "task (1M steps)",
         "defaults",
         "95% interval",
         "runs",
         "tuned",
-        "CleanRL, published",
-        "best published PPO",
+        "CleanRL (published)",
+        "highest PPO found",
     ]
     lines = []
     for (env_id, *_), rows in read_suite("mujoco").items():
@@ -345,8 +345,16 @@ def headline():
         ours = speed.get((case, "ppo_continuous")) or speed[case, "ppo_discrete"]
         steps = [speed.get((case, name), {"steps_per_second": ""})["steps_per_second"] for name in others]
         timings.append([title, *(f"{int(x):,}" if x else "" for x in (ours["steps_per_second"], *steps))])
-    text = "Environment steps per second on one CPU thread, compilation not counted; environments x steps:"
-    return [*table(columns, lines), "", text, "", *table(["task, rollout", "this repository", *others], timings)]
+    text = (
+        "Environment steps per second on one CPU thread, at equal settings, without compilation (blank: not measured):"
+    )
+    return [
+        *table(columns, lines),
+        "",
+        text,
+        "",
+        *table(["task, environments x steps", "this repository", *others], timings),
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
