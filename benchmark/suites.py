@@ -10,6 +10,11 @@ ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone 
     Gopher Gravitar Hero IceHockey Jamesbond Kangaroo Krull KungFuMaster MontezumaRevenge MsPacman NameThisGame Phoenix
     Pitfall Pong PrivateEye Qbert Riverraid RoadRunner Robotank Seaquest Skiing Solaris SpaceInvaders StarGunner
     Surround Tennis TimePilot Tutankham UpNDown Venture VideoPinball WizardOfWor YarsRevenge Zaxxon"""
+MINATAR = "Asterix Breakout Freeway Seaquest SpaceInvaders"
+DM_CONTROL = "walker-walk cheetah-run hopper-hop finger-spin cartpole-swingup"
+# The paper calls PositionOnly tasks Stateless.
+POPGYM = """RepeatPreviousEasy AutoencodeEasy PositionOnlyCartPoleEasy NoisyPositionOnlyPendulumEasy HigherLowerEasy
+    CountRecallEasy"""
 PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --num-envs 10 --num-steps 50 --num-minibatches 10"
 PENDULUM_NO_VEL = "--num-envs 16 --learning-rate 5e-4 --gamma 0.95 --num-minibatches 8 --update-epochs 10 --ent-coef 0"
 PENDULUM_NO_VEL += " --target-kl 0.02"
@@ -35,6 +40,29 @@ SUITES = {  # script, task, flags
         ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000 --num-steps 256"),
         ("ppo_rnn", "benchmark.memory_envs:PendulumNoVel-v1", f"--total-timesteps 300000 {PENDULUM_NO_VEL}"),
         ("ppo_rnn", "popgym:popgym-RepeatPreviousEasy-v0", "--total-timesteps 1000000 --num-envs 16"),
+    ],
+    "box2d": [
+        ("ppo_discrete", "LunarLander-v3", "--total-timesteps 1000000"),
+        ("ppo_continuous", "LunarLanderContinuous-v3", ""),
+        ("ppo_continuous", "BipedalWalker-v3", ""),
+        ("ppo_continuous", "BipedalWalkerHardcore-v3", "--total-timesteps 2000000"),
+    ],
+    "minatar": [
+        ("ppo_discrete", f"benchmark.minatar_envs:MinAtar/{name}-v1", "--total-timesteps 5000000")
+        for name in MINATAR.split()
+    ],
+    "minigrid": [
+        ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-Empty-8x8-v0", ""),
+        ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-DoorKey-6x6-v0", ""),
+        ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-FourRooms-v0", "--total-timesteps 1000000"),
+        ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-MultiRoom-N2-S4-v0", ""),
+        ("ppo_rnn", "benchmark.minigrid_envs:Image/MiniGrid-MemoryS7-v0", "--total-timesteps 1000000"),
+        ("ppo_rnn", "benchmark.minigrid_envs:Image/MiniGrid-RedBlueDoors-6x6-v0", "--total-timesteps 1000000"),
+    ],
+    # In an environment of its own, because dm_control needs mujoco 3.17: docs/your-environment.md.
+    "dm_control": [("ppo_continuous", f"shimmy:dm_control/{name}-v0", "") for name in DM_CONTROL.split()],
+    "popgym": [
+        ("ppo_rnn", f"popgym:popgym-{name}-v0", "--total-timesteps 1000000 --num-envs 16") for name in POPGYM.split()
     ],
 }
 TUNED = yaml.safe_load((Path(__file__).parent / "tuned.yaml").read_text())  # task -> flags

@@ -5,13 +5,20 @@ import json
 import sys
 
 import pytest
-from conftest import ONE, REAL_ENV, ROOT
+import torch
+from conftest import ONE, REAL_ENV, ROOT, SMALL, flags_of, run
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import report
+import run as suites
+
+PACKAGES = {"box2d": "Box2D", "minatar": "minatar", "minigrid": "minigrid", "dm_control": "dm_control"}
+PACKAGES |= {"popgym": "popgym"}
+TASKS = [(suite, env_id) for suite in PACKAGES for _, env_id, _ in suites.SUITES[suite]]
 
 
 def test_a_suite_knows_its_runs(tmp_path):
     """Names that begin alike: `slow`, seed 1, is not the run of `slow__1`."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
-    import run as suites
 
     def job(exp_name):
         args = suites.Args("classic", seeds=1, tasks=("CartPole-v1",), total_timesteps=4096)
@@ -30,9 +37,6 @@ def test_a_suite_knows_its_runs(tmp_path):
 @ONE
 def test_figures_of_returns_between_0_and_1(tmp_path, script, small_args):
     """Keep the digits that tell settings apart (report.py, and tune.py, which maximises this)."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
-    import report
-
     _, run_dir = script.train(small_args(env_id=REAL_ENV[script.__name__], compile=False))
     rows = "".join(f"{n},{int(n % 100 < 74)},1,1.0\n" for n in range(100))
     (run_dir / "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n" + rows)
@@ -41,12 +45,31 @@ def test_figures_of_returns_between_0_and_1(tmp_path, script, small_args):
 
 def test_report_passes_over_other_folders(tmp_path):
     """Run folders of scripts with other names, and what else has an args.json."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
-    import report
-
     (tmp_path / "args.json").write_text("{}")
     for scripts in ([], ["mine.py"], ["ppo_discrete.py", "ppo_discrete_old.py"]):
         for name in scripts:
             (tmp_path / name).touch()
         with pytest.raises(SystemExit, match="none of these"):
             report.write_csv("some", [tmp_path])
+
+
+@pytest.mark.parametrize("suite, env_id", TASKS)
+def test_task_of_an_optional_package(suite, env_id, tmp_path, main):
+    """Two iterations with the suite's own command."""
+    pytest.importorskip(PACKAGES[suite])
+    flags = flags_of(**SMALL | {"total_timesteps": 128})
+    (job,) = suites.make_jobs(suites.Args(suite, seeds=1, tasks=(env_id,), runs_dir=str(tmp_path)), flags)
+    finished = main(suites.load_script(job.script), *job.arguments)
+    assert finished.returncode == 0, finished.stderr
+    checkpoint = torch.load(suites.find_run(job) / "checkpoint.pt", weights_only=True)
+    assert checkpoint["global_step"] == 128
+
+
+@pytest.mark.parametrize("task", ["minatar_envs:MinAtar/Breakout-v1", "minigrid_envs:Image/MiniGrid-FourRooms-v0"])
+def test_package_is_not_installed(task, tmp_path):
+    """The last line says what to install."""
+    package = task.partition("_")[0]
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")")
+    finished = run("ppo_discrete", f"--env-id=benchmark.{task}", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    line = finished.stderr.splitlines()[-1]
+    assert finished.returncode == 1 and f"No module named '{package}': python -m pip install" in line
