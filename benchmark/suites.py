@@ -59,7 +59,7 @@ SUITES = {  # script, task, flags
         ("ppo_rnn", "benchmark.minigrid_envs:Image/MiniGrid-MemoryS7-v0", "--total-timesteps 1000000"),
         ("ppo_rnn", "benchmark.minigrid_envs:Image/MiniGrid-RedBlueDoors-6x6-v0", "--total-timesteps 1000000"),
     ],
-    # In an environment of its own, because dm_control needs mujoco 3.17: docs/your-environment.md.
+    # dm_control needs mujoco 3.17: docs/your-environment.md says which environment to make.
     "dm_control": [("ppo_continuous", f"shimmy:dm_control/{name}-v0", "") for name in DM_CONTROL.split()],
     "popgym": [
         ("ppo_rnn", f"popgym:popgym-{name}-v0", "--total-timesteps 1000000 --num-envs 16") for name in POPGYM.split()
