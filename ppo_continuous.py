@@ -12,21 +12,22 @@
     python ppo_continuous.py --resume runs/NAME          # continue a run, also after a kill; or --resume latest
     python ppo_continuous.py --evaluate runs/NAME        # play episodes with the trained agent; or --evaluate latest
 
-Choices on which PPO implementations differ (docs/choices.md has what each one gains):
+Where PPO implementations differ, this one does as follows (docs/choices.md says what each choice gains):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way, so the first minibatch of an update has
    probability ratio 1. The statistics change between rollouts only. Checkpoints contain them.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
-4. The policy's -1 and 1 map to the bounds of the action space, where both are finite.
+4. In each dimension, the policy's -1 and 1 map to the bounds of the action space, if both are finite.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
-6. --target-kl ends an update at the first minibatch whose KL exceeds 1.5 times the target, as in Stable-Baselines3.
-Beyond the paper (Schulman et al. 2017) and CleanRL: 100 environments with staggered first episodes, advantages computed
-again before each later epoch, a KL term in the loss, and a bounded standard deviation that decays to 0.
---preset cleanrl turns these off.
+6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
+Beyond the paper's clipped PPO (Schulman et al. 2017) and CleanRL: 1 and 4. Unless --preset cleanrl also: 100
+environments with staggered first episodes, advantages recomputed before each epoch, a KL term in the loss, and a
+bounded standard deviation that decays to 0.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
-E = truncated episodes of a rollout.
-At step t the agent sees obs[t] and takes actions[t]. Transition t gives rewards[t], terminations[t], truncations[t].
+E = number of truncations in a rollout.
+actions[t], taken in obs[t], gives rewards[t]. terminations[t] and truncations[t] say that it ended the episode, so
+obs[t + 1] begins the next one (CleanRL: dones[t + 1]).
 """
 
 import argparse
@@ -62,13 +63,13 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of everything random; on a CPU an unbroken run repeats bit for bit
-    device: str = "cpu"  # cpu, cuda, cuda:1 for training; small networks are faster on a CPU
-    compile: bool = True  # torch.compile: 10 s at the start, then 2-3 times faster; no C++ compiler: --no-compile
+    seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
+    device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
+    compile: bool = True  # torch.compile: takes 10 s, then is 2-3 times faster; no C++ compiler: --no-compile
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
-    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # film --evaluate, or about ten extra episodes of a training, into RUN_DIR/videos
+    eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
+    capture_video: bool = False  # record --evaluate, or about ten extra episodes during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -77,32 +78,32 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # environments stepped side by side (N)
-    stagger_envs: bool = True  # shorten first time limits by different amounts: environments get out of phase
+    stagger_envs: bool = True  # shorten first time limits by different amounts, to desynchronize environments
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
-    hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units of each layer, actor and critic alike: --hidden-sizes 64 64
+    hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units per layer, in actor and critic each: --hidden-sizes 64 64
     num_steps: int = 20  # steps of each environment per iteration (T)
     learning_rate: float = 3e-4  # Adam's learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gamma_final: float | None = None  # discount factor approached by the end of the run; None: gamma
-    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
+    gamma_final: float | None = None  # anneal gamma to this value over the run; None: keep gamma
+    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
     num_minibatches: int = 25  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
-    norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
-    recompute_advantages: bool = True  # compute values, advantages and returns again before each later epoch
+    norm_adv: bool = False  # normalize the advantages of each minibatch to mean 0, standard deviation 1
+    recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.01  # weight of KL(old, new) in the loss, a penalty for leaving the policy that acted; 0: none
-    max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
+    kl_coef: float = 0.01  # weight of KL(old, new) in the loss, keeps the policy near the one that acted; 0: none
+    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
-    log_std_init: float = -0.5  # initial log of the policy's standard deviation, at most log_std_max
-    anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * share of the run that is left)
+    log_std_init: float = -0.5  # initial log standard deviation, clamped to log_std_min .. log_std_max
+    anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
     log_std_min: float = -1.5  # lower bound on the learned log_std, before --anneal-std; -20: in effect none
-    log_std_max: float = -0.5  # upper bound; 20: in effect none
+    log_std_max: float = -0.5  # upper bound on it; 20: in effect none
 
 
 # Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
@@ -140,7 +141,7 @@ class RunningMeanStd(nn.Module):
         self.count += len(x)
 
 
-def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: sqrt(2), 1 for the value, 0.01 for the policy
+def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: hidden sqrt(2), value 1, policy 0.01
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -157,7 +158,7 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of observations and returns.
 
-    raw_obs are observations of the environment, obs are normalized ones."""
+    raw_obs come from the environment; obs are normalized."""
 
     def __init__(self, obs_shape, action_low, action_high, args):
         super().__init__()
@@ -168,13 +169,13 @@ class Agent(nn.Module):
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
         self.critic = mlp(obs_shape[0], args.hidden_sizes, 1, gain=1.0)
-        # gain 0.01: means start near 0 everywhere, so the first policy hardly depends on the state.
+        # gain 0.01: means start near 0, so the first policy hardly depends on the state.
         self.actor = mlp(obs_shape[0], args.hidden_sizes, action_size, gain=0.01)
         self.log_std = nn.Parameter(torch.full((action_size,), float(args.log_std_init)))
         self.register_buffer("log_std_shift", torch.zeros(1))  # log of --anneal-std's factor
 
     def normalize_obs(self, raw_obs):
-        """(..., D) of any number type -> (..., D) float32"""
+        """(..., D) of any dtype -> (..., D) float32"""
         if not self.args.norm_obs:
             return raw_obs.float()
         # float64 until the end: float32 loses digits where means are large. 1e-8 and 10 as in baselines.
@@ -188,7 +189,7 @@ class Agent(nn.Module):
         """(..., D) -> mean (..., A), log_std (..., A)"""
         mean = self.actor(obs)
         clamped = self.log_std.clamp(self.args.log_std_min, self.args.log_std_max)
-        # A log_std on its bound must still learn. torch 2.14's clamp gives it no gradient there.
+        # On a bound, log_std must keep its gradient, which torch 2.14's clamp sets to 0.
         log_std = torch.where(clamped == self.log_std, self.log_std, clamped.detach())
         return mean, (log_std + self.log_std_shift).expand_as(mean)
 
@@ -213,7 +214,7 @@ class Agent(nn.Module):
         return action, log_prob, entropy, self.get_value(obs)
 
     def to_env_action(self, action):
-        """(..., A) in units of the bounds -> (..., *shape of the action space), between the bounds"""
+        """(..., A), in which -1 and 1 are the bounds -> (..., *shape of the action space), clipped to the bounds"""
         action = action.reshape(action.shape[:-1] + self.action_low.shape)
         bounded = (self.action_low > -1e30) & (self.action_high < 1e30)
         center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
@@ -237,8 +238,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,): the running returns G_t = r_t + gamma * G_{t-1}, as in baselines. They restart from 0 where
-    ended (T, N), bool. They and return_rms change in place. No mean is subtracted."""
+    discounted_returns (N,): the running returns G_t = r_t + gamma * G_{t-1}, as in baselines. They are reset to 0
+    where ended (T, N) is True. They and return_rms change in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         row.copy_(discounted_returns.mul_(gamma).add_(reward))
@@ -249,10 +250,10 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+    """Generalized advantage estimation (Schulman et al. 2016). Tensors (T, N) -> advantages, returns (T, N).
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
-    value of the observation after transition t. If truncated, this is the episode's final observation."""
+    value of the observation after transition t. After a truncation that is the episode's final observation."""
     # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -268,23 +269,23 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
     """values, advantages, returns (T, N) of a rollout, with the current critic.
 
-    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are the last observations of the E
-    truncated episodes, in the order of truncations.nonzero()."""
+    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are those in which the E truncated
+    episodes ended, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # After a truncated step, values[t + 1] belongs to the next episode. s_{t+1} is the final observation.
+    # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
 
 def ppo_loss(agent, args, mb_obs, mb_actions, mb_log_probs, mb_values, mb_advantages, mb_returns):
-    """Loss of a minibatch, and its metrics by name. All (M, ...)."""
+    """Loss of a minibatch, and its metrics by name. Tensors mb_... are (M, ...)."""
     _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_obs, mb_actions)
-    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
+    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent has not changed yet
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
 
     # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
-    # the gain of a step, never its cost.
+    # what a change of the policy gains, never what it costs.
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -296,7 +297,7 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_log_probs, mb_values, mb_advant
         value_errors = torch.max(value_errors, (near_values - mb_returns).square())
     value_loss = 0.5 * value_errors.mean()
 
-    # An unbiased estimate of KL(old, new), with an unbiased gradient. The mean of -log_ratio, k1, varies more.
+    # An unbiased estimate of KL(old, new), with an unbiased gradient. k1, the mean of -log_ratio, is noisier.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -322,7 +323,7 @@ def explained_variance(values, returns):
 def train(args=None, resume=None):
     """Train an agent. Return it and its run folder.
 
-    resume: the folder of a run to continue, or "latest". args, if given, replace its settings."""
+    resume: the run folder to continue, or "latest". args, if given, replace all its settings."""
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
@@ -331,21 +332,21 @@ def train(args=None, resume=None):
     B, M = T * N, T * N // args.num_minibatches
     num_iterations, device = args.total_timesteps // B, torch.device(args.device)
 
-    with contextlib.ExitStack() as cleanup:  # however training ends
+    with contextlib.ExitStack() as cleanup:  # even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
         run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, resume)))
         global_step = run.global_step  # above 0 after --resume
-        # Each start or resumption has two seeds: for networks, noise and permutations, and for the environments.
+        # Each start or resume has two seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, which seeds torch too
 
         obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
         agent = Agent(obs_shape, action_space.low, action_space.high, args).to(device)
-        # All parameters become views of one vector, for one Adam step. Add modules to the agent above this line.
+        # All parameters become views of one vector: Adam is faster. Add modules to the agent above this line.
         parameters = list(agent.parameters())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -383,14 +384,14 @@ def train(args=None, resume=None):
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
-        shortened = stagger(envs, args)  # bool (N,): whose first episode is cut short, so not logged
+        shortened = stagger(envs, args)  # bool (N,): whose first episode is cut short, hence not logged
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
             agent.anneal_std(remaining)
             gamma = args.gamma
-            if args.gamma_final is not None:  # the horizon 1 / (1 - gamma) grows geometrically
+            if args.gamma_final is not None:  # the horizon 1 / (1 - gamma) changes geometrically
                 gamma = 1 - (1 - args.gamma) ** remaining * (1 - args.gamma_final) ** (1 - remaining)
 
             # ------------------------------------------------------------------------------------------------ rollout
@@ -399,10 +400,10 @@ def train(args=None, resume=None):
                 raw_obs[t] = next_obs
                 obs[t], actions[t], log_probs[t], env_actions = act(torch.from_numpy(next_obs).to(device))
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
-                truncated = truncated & ~terminated  # both set: it terminated
+                truncated = truncated & ~terminated  # if both are set, it terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # there, next_obs is of the next episode already
+                if truncated.any():  # next_obs already belongs to the next episode
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -468,7 +469,7 @@ def train(args=None, resume=None):
 
 
 class UsageError(ValueError):
-    """What a user can fix. `main` prints it in one line and exits with 2."""
+    """An error that users can fix. `main` prints it in one line and exits with 2."""
 
 
 def check(args):
@@ -484,10 +485,10 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A changed Python number, such as args.ent_coef, compiles again; the ninth
-    value is an error. A schedule needs a tensor: after `run = ...` write
+    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again; the ninth
+    is an error. A schedule needs a tensor: after `run = ...` write
     args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
-    torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
+    torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does; on a CPU, call the kernels from C++, without testing the compiler first.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
@@ -528,7 +529,7 @@ def make_env(args, **kwargs):
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
     if size == 0:
-        raise UsageError(f"{args.env_id}: no vector can be made of {space}; wrap it (MiniGrid: ImgObsWrapper)")
+        raise UsageError(f"{args.env_id}: cannot flatten {space}; wrap it (MiniGrid: ImgObsWrapper)")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return VectorMember(env)
@@ -538,7 +539,7 @@ def make_envs(args):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
-        raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
+        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
         kwargs = json.loads(args.env_kwargs)
@@ -557,7 +558,7 @@ def stagger(envs, args):
     elapsed_steps = np.zeros(args.num_envs, dtype=int)
     if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
-        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # of gymnasium.wrappers.TimeLimit
+        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # the step counter of gymnasium.wrappers.TimeLimit
     return elapsed_steps > 0
 
 
@@ -644,10 +645,10 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Without now, only if it is due."""
+        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without now, only if one is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
-        self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
+        self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()
         checkpoint = {
@@ -698,7 +699,7 @@ def find_run(name, runs_dir="runs"):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint, on the CPU. Loading it runs no code."""
+    """The checkpoint, on the CPU. Loading runs no code."""
     return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
 
 
@@ -716,13 +717,13 @@ def load_agent(run_dir):
 
 
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
-    """The returns (episodes,) of episodes in a new environment. The agent and its statistics do not change."""
+    """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # training must not notice it
+    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
-        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy may never end an episode
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video
@@ -738,7 +739,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Besides tyro's syntax, what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
     and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:
@@ -753,11 +754,11 @@ def parse_args(words, default=None):
             argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
             continue
         argv.append(word)
-    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nChoices")[0])
+    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
 
 
 def main():
-    warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
+    warnings.filterwarnings("ignore", ".*is out of date")  # published results use HalfCheetah-v4
     with contextlib.suppress(ImportError):  # else mujoco 4 prints a warning for each of the 100 HalfCheetahs
         import mujoco
 

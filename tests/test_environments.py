@@ -185,7 +185,7 @@ def test_observations_that_are_no_vector(script, tmp_path, main, space):
     """One line names the space and says what helps; nothing is made."""
     flags = flags_of(env_id=probe(script, "Space"), env_kwargs=json.dumps({"space": space}), runs_dir=tmp_path, **SMALL)
     refused = main(script, *flags)
-    assert_one_line(refused, f"no vector can be made of {Space.SPACES[space]}; wrap it")
+    assert_one_line(refused, f"cannot flatten {Space.SPACES[space]}; wrap it")
     assert not list(tmp_path.iterdir())
 
 

@@ -54,5 +54,5 @@ def test_videos_in_wandb(script, small_args, offline_wandb):
 def test_environment_that_cannot_be_drawn(script, tmp_path, main):
     """Refused in one line, before anything is trained."""
     flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
-    assert_one_line(main(script, *flags), f"{probe(script)} cannot draw videos")
+    assert_one_line(main(script, *flags), f"{probe(script)} cannot record videos")
     assert not list(tmp_path.iterdir())

@@ -12,24 +12,26 @@
     python variants/ppo_atari.py --preset cleanrl            # with the hyperparameters of CleanRL's ppo_atari.py
     python variants/ppo_atari.py --resume runs/NAME          # continue a run, also after a kill; or --resume latest
     python variants/ppo_atari.py --evaluate runs/NAME        # play with the trained agent; or --evaluate latest
-    torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, a GPU for each
+    torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, one GPU each
 
-Choices on which PPO implementations differ (docs/choices.md has what each one gains):
+Where PPO implementations differ, this one does as follows (docs/choices.md says what each choice gains):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are uint8 images, stored as they are. Actor and critic share the Nature CNN.
 3. The policy learns from the sign of the rewards. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
-6. --target-kl ends an update at the first minibatch whose KL exceeds 1.5 times the target, as in Stable-Baselines3.
-7. Atari games follow the protocol of the published results: no sticky actions, up to 30 no-ops and FIRE at the start,
+6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
+7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
    frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the policy, but the game continues and is
    logged whole. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun the processes (ranks) share the environments, N = num_envs / ranks, and average their gradients.
-The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl adds it.
+The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl adds it. 1 and 5 are
+beyond the paper (Schulman et al. 2017) and CleanRL.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
-K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = truncated episodes of a rollout.
-At step t the agent sees obs[t] and takes actions[t]. Transition t gives rewards[t], terminations[t], truncations[t].
+K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
+actions[t], taken in obs[t], gives rewards[t]. terminations[t] and truncations[t] say that it ended the episode, so
+obs[t + 1] begins the next one (CleanRL: dones[t + 1]).
 """
 
 import argparse
@@ -67,39 +69,39 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of everything random; on a CPU an unbroken run repeats bit for bit
+    seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if there is one. On a busy CPU set OMP_NUM_THREADS=1
     compile: bool = True  # torch.compile, which needs a C++ compiler: 20 s at the start, then a fifth faster on a CPU
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # film --evaluate, or about ten extra episodes of a training, into RUN_DIR/videos
+    capture_video: bool = False  # record --evaluate, or about ten extra episodes during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
     env_id: str = "ALE/Breakout-v5"  # a gymnasium id with discrete actions and uint8 images of at least 36 x 36 pixels
-    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"mode": 1}'
     total_timesteps: int = 10_000_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 8  # environments stepped side by side, of all ranks together
+    num_envs: int = 8  # environments stepped side by side, over all ranks
     clip_reward: bool = True  # learn from the sign of the rewards
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # Adam's learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the rollout's end, then V (low bias)
+    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide num_envs * num_steps of a rank
     update_epochs: int = 4  # passes over the batch of an iteration
-    norm_adv: bool = True  # give the advantages of each minibatch mean 0 and standard deviation 1
-    recompute_advantages: bool = False  # compute values, advantages and returns again before each later epoch
+    norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
+    recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, a penalty for leaving the policy that acted; 0: none
-    max_grad_norm: float = 0.5  # upper bound on the norm of the whole gradient; 0: none
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, keeps the policy near the one that acted; 0: none
+    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
@@ -110,7 +112,7 @@ PRESETS = {"cleanrl": dict(clip_vloss=True)}
 # =============================================================================================================== agent
 
 
-def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: sqrt(2), 1 for the value, 0.01 for the policy
+def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: hidden sqrt(2), value 1, policy 0.01
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -201,10 +203,10 @@ class Agent(nn.Module):
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+    """Generalized advantage estimation (Schulman et al. 2016). Tensors (T, N) -> advantages, returns (T, N).
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
-    value of the observation after transition t. If truncated, this is the episode's final observation."""
+    value of the observation after transition t. After a truncation that is the episode's final observation."""
     # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -220,23 +222,23 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
     """values, advantages, returns (T, N) of a rollout, with the current critic.
 
-    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are the last observations of the E
-    truncated episodes, in the order of truncations.nonzero()."""
+    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are those in which the E truncated
+    episodes ended, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # After a truncated step, values[t + 1] belongs to the next episode. s_{t+1} is the final observation.
+    # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
 
 def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values, mb_advantages, mb_returns):
-    """Loss of a minibatch, and its metrics by name. All (M, ...)."""
+    """Loss of a minibatch, and its metrics by name. Tensors mb_... are (M, ...)."""
     _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_obs, mb_actions, mb_masks)
-    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent is still the same
+    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent has not changed yet
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
 
     # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
-    # the gain of a step, never its cost.
+    # what a change of the policy gains, never what it costs.
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -248,7 +250,7 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
         value_errors = torch.max(value_errors, (near_values - mb_returns).square())
     value_loss = 0.5 * value_errors.mean()
 
-    # An unbiased estimate of KL(old, new), with an unbiased gradient. The mean of -log_ratio, k1, varies more.
+    # An unbiased estimate of KL(old, new), with an unbiased gradient. k1, the mean of -log_ratio, is noisier.
     approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
     metrics = {
@@ -274,7 +276,7 @@ def explained_variance(values, returns):
 def train(args=None, resume=None):
     """Train an agent. Returns it and its run folder, which is None on ranks above 0.
 
-    resume: the folder of a run to continue, or "latest". Its settings apply, unless args are given."""
+    resume: the run folder to continue, or "latest". args, if given, replace all its settings."""
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
@@ -284,7 +286,7 @@ def train(args=None, resume=None):
     B, M = T * N, T * N // args.num_minibatches
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
-    with contextlib.ExitStack() as cleanup:  # however training ends
+    with contextlib.ExitStack() as cleanup:  # even after an error
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         total_steps = num_iterations * T * args.num_envs
@@ -297,7 +299,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # All parameters become views of one vector, for one Adam step. Add modules to the agent above this line.
+        # All parameters become views of one vector: Adam is faster. Add modules to the agent above this line.
         parameters = list(agent.parameters())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -345,15 +347,15 @@ def train(args=None, resume=None):
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
-                truncated = truncated & ~terminated  # both set: it terminated
+                truncated = truncated & ~terminated  # if both are set, it terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += args.num_envs
-                if truncated.any():  # there, next_obs is of the next episode already
+                if truncated.any():  # next_obs already belongs to the next episode
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
                 over = terminated | truncated
-                if "episode_frame_number" in infos:  # ALE: a lost life terminates too; only a new game counts from 0
+                if "episode_frame_number" in infos:  # ALE: a lost life terminates too; a new game restarts the count
                     over = infos["episode_frame_number"] < frame_numbers
                     frame_numbers = infos["episode_frame_number"]
                 for n in np.flatnonzero(over):
@@ -413,7 +415,7 @@ def train(args=None, resume=None):
 
 
 class UsageError(ValueError):
-    """What a user can fix. `main` prints it in one line and exits with 2."""
+    """An error that users can fix. `main` prints it in one line and exits with 2."""
 
 
 def check(args):
@@ -447,7 +449,7 @@ def start_device(args):
 
 
 def average_over_ranks(gradient, metrics):
-    """The means over all ranks, in one message. They are copies: the next replay of a CUDA graph overwrites results."""
+    """The means over all ranks, in one message. Copies: the next replay of a CUDA graph overwrites its outputs."""
     message = torch.cat([gradient, torch.stack(list(metrics.values()))])
     if dist.is_initialized():
         dist.all_reduce(message)
@@ -465,10 +467,10 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A changed Python number, such as args.ent_coef, compiles again; the ninth
-    value is an error. A schedule needs a tensor: after `run = ...` write
+    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again; the ninth
+    is an error. A schedule needs a tensor: after `run = ...` write
     args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
-    torch.compiler.reset()  # forgets what an earlier `train` of this process has compiled
+    torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
@@ -505,10 +507,10 @@ class VectorMember(gym.Wrapper):
 
 
 def make_env(args, **kwargs):
-    """One environment. It shows a game as ale-py's vector of games does, through gymnasium's wrappers."""
+    """One environment. Atari: gymnasium's wrappers give the same frames as ale-py's vector."""
     kwargs = json.loads(args.env_kwargs) | kwargs
     if "NoFrameskip" in args.env_id:
-        raise UsageError(f"{args.env_id}: Atari games are called ALE/NAME-v5 here")
+        raise UsageError(f"{args.env_id}: use the id ALE/NAME-v5")
     if "ALE/" in args.env_id:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
         env = gym.make(args.env_id, **{"frameskip": 1, "repeat_action_probability": 0.0} | kwargs)
@@ -524,7 +526,7 @@ def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
-        raise UsageError(f"{args.env_id} cannot draw videos: its metadata has no render mode rgb_array")
+        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
@@ -540,7 +542,7 @@ def make_envs(args, num_envs):
 
 
 def choices(space):
-    """Of an action space: how many choices each dimension has, and the number of the first one"""
+    """The number of choices in each action dimension, and the number of the first choice"""
     if isinstance(space, gym.spaces.MultiBinary):
         return np.full(space.shape, 2), np.zeros(space.shape, space.dtype)
     return space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, space.start
@@ -558,7 +560,7 @@ def read_masks(infos, sizes):
 
 class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
-    wandb and the progress bar. Rank 0 writes for all ranks: on the others every method does nothing."""
+    wandb and the progress bar. Rank 0 writes for all ranks: elsewhere log, save and close do nothing."""
 
     def __init__(self, args, spec, total_steps, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
@@ -644,10 +646,10 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt in one move, so that a kill leaves a whole file. Without now, only if it is due."""
+        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without now, only if one is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
-        self.episodes_file.flush()  # the logs first: a checkpoint never knows of episodes that are not on disk
+        self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()
         checkpoint = {
@@ -698,7 +700,7 @@ def find_run(name, runs_dir="runs"):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint, on the CPU. Loading it runs no code."""
+    """The checkpoint, on the CPU. Loading runs no code."""
     return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
 
 
@@ -716,13 +718,13 @@ def load_agent(run_dir):
 
 
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
-    """The returns (episodes,) of episodes in a new environment. The agent and its statistics do not change."""
+    """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # training must not notice it
+    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
-        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy may never end an episode
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video
@@ -740,7 +742,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Besides tyro's syntax, what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
     and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:
@@ -755,15 +757,10 @@ def parse_args(words, default=None):
             argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
             continue
         argv.append(word)
-    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nChoices")[0])
+    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
 
 
 def main():
-    warnings.filterwarnings("ignore", ".*is out of date")  # HalfCheetah-v4 is what results are published for
-    with contextlib.suppress(ImportError):  # else mujoco 4 prints a warning for each of the 100 HalfCheetahs
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
     warnings.filterwarnings("ignore", r"\s*Online softmax")  # of torch.compile on CUDA, which users cannot act on
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
