@@ -49,6 +49,7 @@ SPEED = {
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
     "defaults": "`ppo_continuous.py`, HalfCheetah-v4, its defaults",
     "discrete": "`ppo_discrete.py`, CartPole-v1, 4 x 128, CleanRL's settings",
+    "discrete-64": "`ppo_discrete.py`, CartPole-v1, 64 x 128, CleanRL's settings, minibatches of 2,048",
     "atari-8": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
     "atari-128": "`ppo_atari.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
     "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, default LSTMs of 128 (here one, sb3-contrib: two)",

@@ -2,15 +2,18 @@
 
     python -m pip install -r benchmark/requirements.txt
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
-    python benchmark/speed.py continuous-1 continuous-8 discrete --cleanrl PATH --leanrl PATH   # SB3, and checkouts
+    python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
     python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
+    python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py
     python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool (envpool_envs.py)
     python benchmark/speed.py continuous-8-envpool --cleanrl PATH  # EnvPool beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
     python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
+
+SBX takes part where it is installed: python -m pip install sbx-rl
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
 with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with CUDA graphs where there is a GPU:
@@ -27,6 +30,7 @@ results/speed.csv keeps those of the cases in docs/results.md. The machine shoul
 """
 
 import dataclasses
+import importlib.util
 import os
 import resource
 import statistics
@@ -44,7 +48,7 @@ from run_folder import ROOT, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["steps_per_second_1m", "repeats", "single_runs", "versions"]
-PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "envpool")
+PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax", "envpool")
 
 SB3 = """
 import sys; sys.path.insert(0, {root!r})
@@ -122,6 +126,13 @@ def sb3(env_id, envs, package="stable_baselines3", algorithm="PPO", policy="MlpP
     return lambda steps: [sys.executable, "-c", SB3.format(steps=steps, **names)]
 
 
+def sb3_and_sbx(env_id, envs, short, long, **settings):
+    contestants = {"SB3": (sb3(env_id, envs, **settings), short, long)}
+    if importlib.util.find_spec("sbx"):
+        contestants["SBX"] = (sb3(env_id, envs, package="sbx", **settings), short, long)
+    return contestants
+
+
 def simulator(env_id, envs, code=SIMULATOR):
     code += STEPS_AT_RANDOM
     return lambda steps: [sys.executable, "-c", code.format(root=str(ROOT), env_id=env_id, envs=envs, steps=steps)]
@@ -169,6 +180,15 @@ def cores_case(task, short, long):
     }
 
 
+def processes_case(task, short, long):
+    """The default settings. process_envs.py has a process for each core."""
+    in_processes = ours("ppo_continuous", env_id=f"benchmark.process_envs:{task}")
+    return {
+        "one process": (ours("ppo_continuous", env_id=task), short, long),
+        "ppo_continuous in processes": (in_processes, short, long),
+    }
+
+
 def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
     """CleanRL's settings; observations and rewards are normalised by all. Only our contestant plays `task`:
     HalfCheetah by gymnasium or by EnvPool."""
@@ -178,7 +198,7 @@ def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
     flags_of_ours |= {"log_std_min": -20, "log_std_max": 20, "stagger_envs": False}
     mine = ours("ppo_continuous", **flags | flags_of_ours | {"env_id": task}, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
-    contestants = {"SB3": (sb3("HalfCheetah-v4", envs, **settings), 8192, 40960)}
+    contestants = sb3_and_sbx("HalfCheetah-v4", envs, 8192, 40960, **settings)
     if cleanrl:
         peer = from_checkout(cleanrl, "cleanrl/ppo_continuous_action.py", **flags)
         contestants["CleanRL"] = (peer, 8192, 40960)
@@ -189,18 +209,18 @@ def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
     return contestants | {"simulator": (simulator("HalfCheetah-v4", envs), 8192, 139264)}
 
 
-def discrete_case(cleanrl):
-    """CleanRL's ppo.py: 4 x 128 steps, 4 minibatches, 4 epochs; nothing is normalised."""
-    flags = {"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+def discrete_case(envs, cleanrl):
+    """CleanRL's ppo.py, with 4 or more environments: 128 steps, 4 minibatches, 4 epochs; nothing is normalised."""
+    flags = {"env_id": "CartPole-v1", "num_envs": envs, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
     flags |= {"learning_rate": 2.5e-4, "ent_coef": 0.01, "clip_vloss": True}
-    settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
-    contestants = {"SB3": (sb3("CartPole-v1", 4, **settings), 8192, 73728)}
+    settings = {"n_steps": 128, "batch_size": 32 * envs, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
+    contestants = sb3_and_sbx("CartPole-v1", envs, 8192, 73728, **settings)
     if cleanrl:
         contestants["CleanRL"] = (from_checkout(cleanrl, "cleanrl/ppo.py", **flags), 8192, 73728)
     mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False)
     return contestants | {
         "ppo_discrete": (mine, 16384, 278528),
-        "simulator": (simulator("CartPole-v1", 4), 8192, 278528),
+        "simulator": (simulator("CartPole-v1", envs), 8192, 278528),
     }
 
 
@@ -222,7 +242,11 @@ def make_cases(cleanrl=None, leanrl=None):
         "continuous-8-envpool": continuous_case(8, 256, cleanrl, task="benchmark.envpool_envs:EnvPool/HalfCheetah-v4"),
         "cores": cores_case("HalfCheetah-v4", 16000, 146000),
         "cores-humanoid": cores_case("Humanoid-v4", 16000, 66000),
-        "discrete": discrete_case(cleanrl),
+        "discrete": discrete_case(4, cleanrl),
+        "discrete-64": discrete_case(64, cleanrl),
+        "processes": processes_case("HalfCheetah-v4", 16000, 306000),
+        "processes-humanoid": processes_case("Humanoid-v4", 16000, 86000),
+        "processes-walker": processes_case("BipedalWalker-v3", 16000, 146000),
         "rlhf": rlhf_case(),
         "rnn": rnn_case(shared=False),
         "rnn-shared": rnn_case(shared=True),
