@@ -81,7 +81,9 @@ def test_evaluate_while_training(tmp_path):
     logged = scalars(run_dir)["charts/eval_return"]
     assert [step for step, _ in logged] == [3 * 64, 6 * 64, 9 * 64, 640]
     means = [value for _, value in logged]
-    assert module.evaluate(agent, args, 5).mean() == pytest.approx(means[-1], rel=1e-5)
+    for (step, _), mean in zip(logged, means):
+        kept = module.load_agent(run_dir / f"step-{step}")
+        assert module.evaluate(kept, args, 5).mean() == pytest.approx(mean, rel=1e-5)
 
     def best():
         return module.evaluate(module.load_agent(run_dir / "best"), module.load_args(run_dir / "best"), 5).mean()
