@@ -87,7 +87,6 @@ class Args:  # the comments are what --help prints
     learning_rate: float = 3e-4  # Adam's learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gamma_final: float | None = None  # anneal gamma to this value over the run; None: keep gamma
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
     num_minibatches: int = 25  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
@@ -390,9 +389,6 @@ def train(args=None, resume=None):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
             agent.anneal_std(remaining)
-            gamma = args.gamma
-            if args.gamma_final is not None:  # the horizon 1 / (1 - gamma) changes geometrically
-                gamma = 1 - (1 - args.gamma) ** remaining * (1 - args.gamma_final) ** (1 - remaining)
 
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
@@ -419,11 +415,11 @@ def train(args=None, resume=None):
             rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
             if args.norm_reward:
                 ended = terminations | truncations
-                rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, gamma)
+                rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-            rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, gamma, args.gae_lambda)
+            rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
             values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
             # Before the update: the critic has not learned from these returns yet.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
@@ -474,8 +470,8 @@ class UsageError(ValueError):
 
 def check(args):
     """Check discounts and batch sizes, before anything is created."""
-    if not all(0 <= x <= 1 for x in (args.gamma, args.gamma_final or 0, args.gae_lambda)):
-        raise UsageError("--gamma, --gamma-final and --gae-lambda must be between 0 and 1")
+    if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
+        raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")

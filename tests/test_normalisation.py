@@ -120,16 +120,3 @@ def test_statistics_and_what_they_normalise(script, small_args, rollouts):
             np.testing.assert_allclose(ours.mean.numpy(), theirs.mean, atol=1e-9)
             np.testing.assert_allclose(ours.var.numpy(), theirs.var, atol=1e-9)
             assert ours.count.item() == pytest.approx(theirs.count)
-
-
-@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
-def test_discount_that_grows(watch, small_args, script):
-    """--gamma-final: from 0.9 the horizon of 10 steps doubles in each of three iterations, for rewards and advantages.
-    Without it nothing grows."""
-    scaled, estimated = watch(script, "normalize_rewards"), watch(script, "estimate_advantages")
-    args = {"gamma": 0.9, "total_timesteps": 192, "update_epochs": 1}
-    script.train(small_args(**args, gamma_final=0.9875))
-    script.train(small_args(**args))
-    expected = pytest.approx([0.9, 0.95, 0.975, 0.9, 0.9, 0.9])
-    assert [arguments[-1] for arguments, _ in scaled] == expected
-    assert [arguments[-2] for arguments, _ in estimated] == expected
