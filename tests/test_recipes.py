@@ -34,6 +34,7 @@ CONTINUOUS = {
     "torchrun": ("box/Target-v0", {}),
     "exact_resume": ("Wanderer-v0", {}),
     "unguarded_update": ("InvertedPendulum-v4", {}),
+    "growing_discount": ("InvertedPendulum-v4", {}),
 }
 DISCRETE = {
     "dict_observations": ("discrete/TwoSenses-v0", {"num_steps": 4}),

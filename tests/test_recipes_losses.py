@@ -264,3 +264,13 @@ def test_time_limits_as_ends(name, tmp_path):
     recipe, ended, own = runs
     assert torch.equal(recipe[0], ended[0]) and recipe[1] == ended[1] and len(ended[1]) > 100
     assert not torch.equal(recipe[0], own[0])
+
+
+def test_growing_discount(watch, tmp_path):
+    """From 0.9 the horizon of 10 steps doubles in each of three iterations, for rewards and advantages."""
+    module = with_recipes("ppo_continuous", "growing_discount")
+    scaled, estimated = watch(module, "normalize_rewards"), watch(module, "estimate_advantages")
+    module.train(small(module, tmp_path, gamma=0.9, gamma_final=0.9875, total_timesteps=192, update_epochs=1))
+    expected = pytest.approx([0.9, 0.95, 0.975])
+    assert [arguments[-1] for arguments, _ in scaled] == expected
+    assert [arguments[-2] for arguments, _ in estimated] == expected
