@@ -25,7 +25,7 @@ PUBLISHED = Path(__file__).parent / "published.csv"
 
 
 def read(source):
-    """FILE or FILE:EXP_NAME -> {(script, task, flags): rows}, with flags "" for a named setting"""
+    """FILE or FILE:EXP_NAME -> {(script, task, flags): rows}, with script and flags "" for a named setting"""
     path, _, exp_name = (source, "", "") if Path(source).exists() else source.rpartition(":")
     settings = defaultdict(list)
     with open(path) as file:
@@ -33,7 +33,7 @@ def read(source):
             task = row["env_id"].removeprefix("benchmark.envpool_envs:EnvPool/")  # beside gymnasium's
             flags = "" if exp_name else row["flags"].removeprefix('--env-kwargs={"num_threads":1}')
             if exp_name in ("", row["exp_name"]):
-                settings[row["script"], task, flags].append(row)
+                settings["" if exp_name else row["script"], task, flags].append(row)
     return settings
 
 

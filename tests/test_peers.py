@@ -1,0 +1,26 @@
+"""benchmark/peers.py: rows of Stable-Baselines3's runs, beside ours."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("rl_zoo3")
+
+
+def test_rows_of_other_libraries(tmp_path):
+    out = tmp_path / "peers.csv"
+    words = ["--suite", "classic", "--tasks", "Acrobot-v1", "--seeds", "1", "--total-timesteps", "9000", "--out", out]
+    command = [sys.executable, ROOT / "benchmark" / "peers.py", *words]
+    subprocess.run(command, check=True)
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert {row["exp_name"] for row in rows} == {"sb3-ppo-defaults", "sb3-ppo-zoo"}
+    for row in rows:
+        assert int(row["global_step"]) >= 9000
+        assert -500 <= float(row["last_100_mean"]) < -100  # raw: RL Zoo normalizes Acrobot's rewards
+        assert -500 <= float(row["evaluation"]) < -50
+    again = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert list(csv.DictReader(out.read_text().splitlines())) == rows
+    assert "sb3-ppo" not in again.stdout
