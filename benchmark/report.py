@@ -43,7 +43,11 @@ from run_folder import (
 
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "classic", "atari", "memory")  # docs/results.md has these
+SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "atari", "memory")  # docs/results.md has these
+BREADTH = ("classic", "box2d", "minigrid", "minatar", "dm_control", "popgym")  # breadth: one table and picture of these
+PUBLISHABLE = (*(name for name in SUITES if name != "breadth"), *BREADTH)
+PEERS = {"sb3-ppo-defaults": "SB3, its defaults", "sb3-ppo-zoo": "SB3, RL Zoo's settings"}  # of results/peers.csv
+PEERS |= {"sb3-trpo-zoo": "TRPO, RL Zoo's settings"}
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
@@ -62,6 +66,10 @@ def group_by(rows, *fields):
     for row in rows:
         groups.setdefault(tuple(row[field] for field in fields), []).append(row)
     return groups
+
+
+def mean_return(rows):
+    return statistics.fmean(float(row["last_100_mean"]) for row in rows)
 
 
 def number(value, unit):
@@ -209,9 +217,23 @@ def read_published():
     return {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
 
 
+def read_peers():
+    """{exp_name: {env_id: mean return}} of the runs of peers.py"""
+    peers = {name: {} for name in PEERS}
+    for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
+        peers[name][env_id] = mean_return(rows)
+    return peers
+
+
+def files_of(name):
+    """The CSV files of a suite."""
+    names = BREADTH if name == "breadth" else [name]
+    return [RESULTS / f"{name}.csv" for name in names if (RESULTS / f"{name}.csv").exists()]
+
+
 def read_suite(name):
     """{(env_id, script, flags, steps): rows of different runs}, in the order of published.csv (-v5 as -v4 there)."""
-    rows = read_csv(RESULTS / f"{name}.csv")
+    rows = [row for path in files_of(name) for row in read_csv(path)]
     order = [env_id for env_id, _ in read_published()]
     order += [env_id.replace("-v4", "-v5") for env_id in order] + [row["env_id"] for row in rows]
     rows.sort(key=lambda row: order.index(row["env_id"]))
@@ -225,14 +247,16 @@ def read_suite(name):
 
 
 def suite_table(name):
-    """Markdown: a suite beside published figures, and, where these are known, its interquartile mean."""
+    """Markdown: a suite beside Stable-Baselines3 measured here and beside published figures."""
     published = read_published()
     random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
     suite = read_suite(name)
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
+    peers = {peer: means for peer, means in read_peers().items() if any(env_id in means for env_id, *_ in suite)}
     evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", *["evaluated"] * evaluated]
+    columns += ["steps/s"] * (name == "breadth")
     lines, scores, names = [], [], []
     for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
@@ -248,6 +272,9 @@ def suite_table(name):
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", len(values)]
         if evaluated:
             cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
+        if name == "breadth":
+            cells.append(f"{statistics.median(int(steps) / float(row['seconds']) for row in rows):,.0f}")
+        cells += [number(means[env_id], unit) if env_id in means else "" for means in peers.values()]
         for column in headers:
             row = published.get((env_id, column))
             cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
@@ -259,7 +286,7 @@ def suite_table(name):
             highest = float(published[env_id, "highest"]["mean_return"])
             scores.append((values - random[env_id]) / (highest - random[env_id]))
             names.append(task)
-    lines = table([*columns, *headers.values()], lines)
+    lines = table([*columns, *(PEERS[peer] for peer in peers), *headers.values()], lines)
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean)
         means = [score.mean() for score in scores]
@@ -268,7 +295,28 @@ def suite_table(name):
         text += f" interquartile mean uses the middle half of all runs. It is {interquartile_mean(scores):.2f}"
         lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
     versions = ", ".join(dict.fromkeys(row["versions"] for rows in suite.values() for row in rows))
-    return lines + ["", f"Measured with {versions}; single runs: benchmark/results/{name}.csv."]
+    files = ", ".join(f"benchmark/results/{path.name}" for path in files_of(name))
+    return lines + ["", f"Measured with {versions}; single runs: {files}."]
+
+
+def breadth_table():
+    """Markdown: how many tasks of each suite are at or above Stable-Baselines3 measured here, and published figures."""
+    highest = {env_id: float(row["mean_return"]) for (env_id, x), row in read_published().items() if x == "highest"}
+    peers = read_peers()
+    lines = []
+    for name in BREADTH:
+        tasks = {env_id for _, env_id, _ in suites.SUITES[name]}
+        ours = {}  # the suite's own setting comes first
+        for (env_id, *_), rows in read_suite(name).items():
+            if env_id in tasks:
+                ours.setdefault(env_id, mean_return(rows))
+        cells = []
+        for others in (peers["sb3-ppo-defaults"], peers["sb3-ppo-zoo"], highest):
+            known = ours.keys() & others.keys()
+            cells.append(f"{sum(ours[env_id] >= others[env_id] for env_id in known)} of {len(known)}" if known else "")
+        if ours:
+            lines.append([name, len(ours), *cells])
+    return table(["suite", "tasks", *list(PEERS.values())[:2], "highest PPO found"], lines)
 
 
 def speed_table():
@@ -385,7 +433,7 @@ def draw_curves(runs, path, unit):
     published, tasks = read_published(), {}
     for row, x, y in runs:
         tasks.setdefault(row["env_id"], {}).setdefault(row["label"], []).append((x, y))
-    columns = min(3, len(tasks))
+    columns = min(3 if len(tasks) < 13 else 5, len(tasks))
     height = -(-len(tasks) // columns)
     size = max(5, 11 * columns / 3), 2.9 * height + 0.6
     figure, axes = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
@@ -429,6 +477,12 @@ def draw_suite(name):
                 means = np.array(row["curve"].split(), float)
                 runs.append((row, np.linspace(0, int(steps) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
     label_curves([row for row, *_ in runs], [f"{row['script']}.py" for row, *_ in runs])
+    tasks = {row["env_id"] for row, *_ in runs}
+    for row in read_csv(RESULTS / "peers.csv"):
+        if row["env_id"] in tasks and name in ("mujoco", "breadth"):
+            means = np.array(row["curve"].split(), float)
+            steps = np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :]
+            runs.append((row | {"label": PEERS[row["exp_name"]]}, steps, means))
     if runs:
         draw_curves(runs, PICTURES / f"{name}.svg", "steps (thousands)")
 
@@ -453,7 +507,7 @@ def play_at_random(env_id, steps=100_000, episodes=100):
 
 
 def write_random():
-    names = [name for name in SUITES if name != "atari"]  # whose protocol gym.make does not follow
+    names = [name for name in PUBLISHABLE if name != "atari"]  # whose protocol gym.make does not follow
     tasks = dict.fromkeys(row["env_id"] for name in names for row in read_csv(RESULTS / f"{name}.csv"))
     rows = [play_at_random(env_id) | {"versions": VERSIONS} for env_id in tasks]
     write_rows(RESULTS / "random.csv", ["env_id", "mean_return", "episodes", "versions"], rows)
@@ -472,7 +526,11 @@ def fill_page(page, blocks):
 def make_pages():
     """{path: text} of README.md and docs/results.md with today's results."""
     blocks = {name: suite_table(name) for name in SUITES}
-    blocks |= {"speed": speed_table(), "learning": learning_table(read_csv(RESULTS / "learning.csv"))}
+    blocks |= {
+        "suites": breadth_table(),
+        "speed": speed_table(),
+        "learning": learning_table(read_csv(RESULTS / "learning.csv")),
+    }
     blocks = {name: ["", *lines, ""] for name, lines in blocks.items()}
     pages = {ROOT / "README.md": {"results": headline()}, ROOT / "docs" / "results.md": blocks}
     return {path: fill_page(path.read_text(), blocks) for path, blocks in pages.items()}
@@ -490,7 +548,7 @@ def write_readme():
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders
     out: Path = Path("report")  # where tables and curves go
-    publish: Literal[(*SUITES, "random", "readme")] | None = None  # what of the repository to write instead
+    publish: Literal[(*PUBLISHABLE, "random", "readme")] | None = None  # what of the repository to write instead
 
 
 def main():
