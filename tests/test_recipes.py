@@ -35,6 +35,7 @@ CONTINUOUS = {
     "exact_resume": ("Wanderer-v0", {}),
     "unguarded_update": ("InvertedPendulum-v4", {}),
     "growing_discount": ("InvertedPendulum-v4", {}),
+    "reuse": ("InvertedPendulum-v4", {}),
 }
 DISCRETE = {
     "dict_observations": ("discrete/TwoSenses-v0", {"num_steps": 4}),

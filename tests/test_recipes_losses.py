@@ -274,3 +274,20 @@ def test_growing_discount(watch, tmp_path):
     expected = pytest.approx([0.9, 0.95, 0.975])
     assert [arguments[-1] for arguments, _ in scaled] == expected
     assert [arguments[-2] for arguments, _ in estimated] == expected
+
+
+def test_reuse(watch, tmp_path):
+    """Alone, the new rollout trains as in the script. With two more, the old ones are weighted by how likely the
+    present policy would have acted so: exactly 1 for the new one."""
+    plain, module = with_recipes("ppo_continuous"), with_recipes("ppo_continuous", "reuse")
+    agents = [script.train(small(script, tmp_path, **more))[0] for script, more in ((plain, {}), (module, {"reuse": 1}))]
+    torch.testing.assert_close(flat(agents[0]), flat(agents[1]), atol=1e-5, rtol=0)
+    estimated = watch(module, "estimate_advantages")
+    module.train(small(module, tmp_path, learning_rate=0.01, total_timesteps=4 * 64, update_epochs=1))
+    calls = [arguments for arguments, _ in estimated]
+    assert len(calls) == 4 * 3
+    obs, weights = ([arguments[i] for arguments in calls] for i in (1, 7))
+    for last in (8, 11):  # the third and the fourth iteration
+        torch.testing.assert_close(weights[last], torch.ones_like(weights[last]))
+        assert all((weights[k] - 1).abs().max() > 0.01 for k in (last - 1, last - 2))
+    assert torch.equal(obs[11 - 1], obs[8]) and torch.equal(obs[11 - 2], obs[8 - 1])
