@@ -280,8 +280,9 @@ def test_reuse(watch, tmp_path):
     """Alone, the new rollout trains as in the script. With two more, the old ones are weighted by how likely the
     present policy would have acted so: exactly 1 for the new one."""
     plain, module = with_recipes("ppo_continuous"), with_recipes("ppo_continuous", "reuse")
-    agents = [script.train(small(script, tmp_path, **more))[0] for script, more in ((plain, {}), (module, {"reuse": 1}))]
-    torch.testing.assert_close(flat(agents[0]), flat(agents[1]), atol=1e-5, rtol=0)
+    own, _ = plain.train(small(plain, tmp_path))
+    alone, _ = module.train(small(module, tmp_path, reuse=1))
+    torch.testing.assert_close(flat(alone), flat(own), atol=1e-5, rtol=0)
     estimated = watch(module, "estimate_advantages")
     module.train(small(module, tmp_path, learning_rate=0.01, total_timesteps=4 * 64, update_epochs=1))
     calls = [arguments for arguments, _ in estimated]
