@@ -322,7 +322,8 @@ def breadth_table():
 def speed_table():
     """Markdown: steps per second of this repository, and how many times those of others that is."""
     rows = {(row["case"], row["contestant"]): row for row in read_csv(RESULTS / "speed.csv")}
-    others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib"), "CleanRL": ("CleanRL",), "LeanRL": ("LeanRL",)}
+    others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib")}
+    others |= {name: (name,) for name in ("CleanRL", "LeanRL", "SBX", "rejax")}
     others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
     columns = ["script, task, environments x steps", "steps/s", "startup", "first startup on a machine"]
     columns += [*others, "of simulators alone"]
@@ -388,7 +389,7 @@ def headline():
     cases = {"continuous-8": "HalfCheetah-v4, 8 x 256", "continuous-1": "HalfCheetah-v4, 1 x 2048"}
     cases |= {"discrete": "CartPole-v1, 4 x 128"}
     speed = {(row["case"], row["contestant"]): row for row in read_csv(RESULTS / "speed.csv")}
-    others = [name for name in ("SB3", "CleanRL", "LeanRL") if any(peer == name for _, peer in speed)]
+    others = [name for name in ("SB3", "CleanRL", "LeanRL", "SBX") if any(peer == name for _, peer in speed)]
     timings = []
     for case, title in cases.items():
         ours = speed.get((case, "ppo_continuous")) or speed[case, "ppo_discrete"]

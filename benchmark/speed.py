@@ -13,7 +13,8 @@
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
     python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
 
-SBX takes part where it is installed: python -m pip install sbx-rl
+SBX and rejax take part where they are installed. rejax needs no gymnasium: its CartPole is gymnax's, compiled with the
+algorithm into one program. python -m pip install sbx-rl rejax "gymnax<0.1"
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
 with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with CUDA graphs where there is a GPU:
@@ -48,7 +49,7 @@ from run_folder import ROOT, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["steps_per_second_1m", "repeats", "single_runs", "versions"]
-PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax", "envpool")
+PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax", "rejax", "envpool")
 
 SB3 = """
 import sys; sys.path.insert(0, {root!r})
@@ -62,6 +63,14 @@ envs = make_vec_env(lambda: gymnasium.make({env_id!r}), {envs})
 if {normalize}:
     envs = VecNormalize(envs)
 {algorithm}({policy!r}, envs, device="cpu", **{settings}).learn({steps})
+"""
+REJAX = """
+import jax, rejax
+algorithm = rejax.get_algo("ppo").create(
+    env={env_id!r}, num_envs={envs}, agent_kwargs={{"activation": "tanh"}}, total_timesteps={steps}, **{settings},
+    eval_freq={steps}, skip_initial_evaluation=True,
+)
+jax.block_until_ready(jax.jit(algorithm.train)(jax.random.PRNGKey(1)))
 """
 STEPS_AT_RANDOM = """
 envs.reset(seed=0)
@@ -131,6 +140,11 @@ def sb3_and_sbx(env_id, envs, short, long, **settings):
     if importlib.util.find_spec("sbx"):
         contestants["SBX"] = (sb3(env_id, envs, package="sbx", **settings), short, long)
     return contestants
+
+
+def rejax(env_id, envs, **settings):
+    """rejax's PPO on gymnax's environment, settings in its own terms."""
+    return lambda steps: [sys.executable, "-c", REJAX.format(env_id=env_id, envs=envs, steps=steps, settings=settings)]
 
 
 def simulator(env_id, envs, code=SIMULATOR):
@@ -215,6 +229,9 @@ def discrete_case(envs, cleanrl):
     flags |= {"learning_rate": 2.5e-4, "ent_coef": 0.01, "clip_vloss": True}
     settings = {"n_steps": 128, "batch_size": 32 * envs, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
     contestants = sb3_and_sbx("CartPole-v1", envs, 8192, 73728, **settings)
+    if importlib.util.find_spec("rejax"):
+        settings = {"num_steps": 128, "num_minibatches": 4, "num_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
+        contestants["rejax"] = (rejax("CartPole-v1", envs, **settings), 131072, 4325376)
     if cleanrl:
         contestants["CleanRL"] = (from_checkout(cleanrl, "cleanrl/ppo.py", **flags), 8192, 73728)
     mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False)
@@ -256,8 +273,9 @@ def make_cases(cleanrl=None, leanrl=None):
 
 def one_thread(**variables):
     """Environment variables for a contestant's process."""
+    threads = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     # LeanRL logs to wandb only.
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"} | variables
+    return os.environ | threads | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"} | variables
 
 
 def seconds(command, cache, cpu_time=False):
