@@ -1,6 +1,5 @@
 """What the tests of variants/ppo_gpu_sim.py share: the script, small runs, agents, simulators."""
 
-import dataclasses
 import sys
 
 import gymnasium as gym
@@ -15,12 +14,12 @@ import ppo_gpu_sim as script
 
 # What makes a run small enough for a test, for every update.
 SMALL = {"env_id": "torch_envs:drift", "num_envs": 16, "num_steps": 10, "num_minibatches": 4, "update_epochs": 2}
-SMALL |= {"total_timesteps": 800, "hidden_size": 16, "compile": False, "device": "cpu"}
+SMALL |= {"total_timesteps": 800, "hidden_sizes": (16, 16, 16), "compile": False, "device": "cpu"}
 UPDATES = list(script.UPDATES)
 
 
 def make_args(tmp_path, update="rsl_rl", **changes):
-    given = script.UPDATES[update] | SMALL | {"update": update, "runs_dir": str(tmp_path / "runs")} | changes
+    given = script.UPDATES[update] | SMALL | {"runs_dir": str(tmp_path / "runs")} | changes
     return script.Args(**given)
 
 
@@ -38,16 +37,18 @@ def agent_for(envs, args):
 
 def make_agent(obs_size=3, critic_obs_size=3, action_size=2, **changes):
     high = np.ones(action_size, np.float32)
-    return script.Agent(obs_size, critic_obs_size, -high, high, script.Args(**{"hidden_size": 8} | changes))
+    return script.Agent(obs_size, critic_obs_size, -high, high, script.Args(**{"hidden_sizes": (8, 8, 8)} | changes))
 
 
 def train_from(agent, args, run_dir):
     """Train this agent: the run goes on from a checkpoint of step 0."""
-    optimizer = torch.optim.Adam([parameters_to_vector(agent.parameters()).detach()], torch.tensor(args.learning_rate))
+    flat = parameters_to_vector(agent.parameters()).detach()
+    optimizer = torch.optim.Adam([flat], torch.tensor(args.learning_rate), fused=True)
     checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "args": vars(args)}
     run_dir.mkdir()
-    torch.save(checkpoint | {"global_step": 0, "seconds": 0.0}, run_dir / "checkpoint.pt")
-    return script.train(dataclasses.replace(args, resume=str(run_dir)))
+    (run_dir / "episodes.csv").touch()
+    torch.save(checkpoint | {"global_step": 0, "seconds": 0.0, "episodes_size": 0}, run_dir / "checkpoint.pt")
+    return script.train(args, run_dir)
 
 
 def gym_envs(env_id, num_envs):

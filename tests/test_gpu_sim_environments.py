@@ -1,12 +1,14 @@
 """variants/ppo_gpu_sim.py: simulators like those of Isaac Lab, gymnasium, Brax; observations of actor and critic."""
 
+import collections
+import importlib.util
 import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torch_envs
+from conftest import assert_one_line, flags_of
 from gpu_sim import Narrow, agent_for, env_id_of, gym_envs, make_agent, make_args, script
 
 
@@ -32,12 +34,68 @@ def test_environments_like_those_of_isaac_lab(tmp_path):
     torch.testing.assert_close(agents[0].state_dict(), agents[1].state_dict(), atol=0, rtol=0)
 
 
-def test_simulator_without_final_observations(tmp_path, capsys):
-    """Isaac Lab's are of this kind: one line names the flag."""
-    with pytest.raises(SystemExit, match="gives no final_obs"):
-        script.train(make_args(tmp_path, env_id=env_id_of(lambda *_: torch_envs.Drift(*_, final_obs=False))))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "torch_envs:of_this_test gives no final_obs: use --timeouts current-value" in line
+class SometimesFinal(torch_envs.Drift):
+    """Gives final observations in the steps that end an episode only."""
+
+    def step(self, actions):
+        *results, infos = super().step(actions)
+        return *results, infos if (results[2] | results[3]).any() else {}
+
+
+@pytest.mark.parametrize("kind", ["always", "sometimes", "never"])
+def test_timeouts_auto(tmp_path, capsys, kind):
+    """Time-outs are exact if the simulator gives final observations. Otherwise the value before the step stands for
+    them, as with --timeouts current-value, and one line says so."""
+    makes = {"always": torch_envs.Drift, "sometimes": SometimesFinal}
+    makes["never"] = lambda *given: torch_envs.Drift(*given, final_obs=False)
+    env_id, settings = env_id_of(makes[kind]), {"num_steps": 60, "total_timesteps": 16 * 120}
+    auto, _ = script.train(make_args(tmp_path, env_id=env_id, **settings))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "final_obs" in line]
+    assert lines == [f"{env_id} gives no final_obs: continuing with --timeouts current-value"] * (kind == "never")
+    current_value, _ = script.train(make_args(tmp_path, env_id=env_id, timeouts="current-value", **settings))
+    torch_envs.of_this_test = torch_envs.Drift
+    exact, _ = script.train(make_args(tmp_path, env_id=env_id, **settings))
+    for other, is_equal in ((current_value, kind == "never"), (exact, kind != "never")):
+        assert torch.equal(auto.actor[0].weight, other.actor[0].weight) == is_equal
+
+
+class Named(torch_envs.Drift):
+    """Hands over observations as a test wants them."""
+
+    pack = staticmethod(lambda obs: obs)
+
+    def observe(self):
+        return self.pack(super().observe())
+
+
+def test_mappings_as_observations(tmp_path):
+    """Any mapping is taken, such as the TensorDict of rsl_rl and mjlab, and what is learned is the same."""
+    packs = [dict, collections.UserDict]
+    if importlib.util.find_spec("tensordict"):
+        packs.append(lambda obs: importlib.import_module("tensordict").TensorDict(obs, batch_size=[16]))
+    agents = []
+    for pack in packs:
+        make = type("Packed", (Named,), {"pack": staticmethod(pack)})
+        agents.append(script.train(make_args(tmp_path, env_id=env_id_of(make), total_timesteps=160))[0])
+    for agent in agents[1:]:
+        torch.testing.assert_close(agent.state_dict(), agents[0].state_dict(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "pack, given",
+    [
+        (lambda obs: {"state": obs["policy"]}, "{'state': [16, 2]}"),
+        (lambda obs: {"policy": {"position": obs["policy"]}}, "{'policy': 'dict'}"),
+        (lambda obs: obs["policy"].reshape(16, 1, 2), "{'policy': [16, 1, 2]}"),
+        (lambda obs: obs["policy"].numpy(), "{'policy': 'ndarray'}"),
+    ],
+)
+def test_other_observations_are_named(tmp_path, main, pack, given):
+    """One line says what came and what is needed."""
+    make = type("Packed", (Named,), {"pack": staticmethod(pack)})
+    flags = flags_of(num_envs=16, num_steps=10, device="cpu", compile=False, runs_dir=tmp_path)
+    refused = main(script, "--env-id", env_id_of(make), *flags)
+    assert_one_line(refused, f'observations must be (N, D) or {{"policy": (N, D), "critic": (N, P)}}, not {given}')
 
 
 def test_simulators_with_networks(tmp_path):
@@ -90,59 +148,22 @@ def test_stagger_envs(tmp_path, update):
         assert min(ends) > 50 and len(set(ends)) > 16
 
 
-class Grouped(gym.Env):
-    """Observations of two groups, (1, 2) and (3,). The last number of the second is the privileged one: how often the
-    environment began."""
-
-    def __init__(self, names=("policy", "critic")):
-        boxes = gym.spaces.Box(-9, 9, (1, 2), np.float32), gym.spaces.Box(-9, 9, (3,), np.float64)
-        self.observation_space = gym.spaces.Dict(dict(zip(names, boxes)))
-        self.action_space, self.names, self.episodes = gym.spaces.Box(-1, 1, (1, 1)), names, 0
-
-    def observe(self):
-        seen = self.np_random.normal(size=2).astype(np.float32)
-        return dict(zip(self.names, (seen[None], np.append(seen, self.episodes))))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episodes += 1
-        return self.observe(), {}
-
-    def step(self, action):
-        return self.observe(), float(action.sum()), False, False, {}
-
-
-gym.register("box/Grouped-v0", Grouped, max_episode_steps=7)
-gym.register("box/TwoParts-v0", Grouped, kwargs={"names": ("position", "speed")}, max_episode_steps=7)
-
-
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])
 def test_privileged_observations_reach_the_critic_only(update):
     """If they change, the policy stays as it was, to the bit; the values do not."""
-    agent, envs = make_agent(2, 3, **script.UPDATES[update] | {"hidden_size": 8}), gym_envs("box/Grouped-v0", 5)
+    envs = torch_envs.drift(5, torch.device("cpu"), 1)
+    agent = make_agent(2, 3, **script.UPDATES[update] | {"hidden_sizes": (8,)})
+    envs.reset(seed=1)
     results = []
     for _ in range(2):
-        obs, critic_obs = script.split_obs(envs.reset(seed=1)[0])
+        obs, critic_obs = script.split_obs(envs.observe())
         assert obs.shape == (5, 2) and critic_obs.shape == (5, 3)
         mean, std = agent.get_mean_and_std(agent.normalize(obs, agent.obs_rms))
         value = agent.get_value(agent.normalize(critic_obs, agent.critic_obs_rms))
         results.append((torch.cat([mean, std, agent.predict(obs)], dim=1), value))
+        envs.wind = envs.wind + 1
     (action, value), (other_action, other_value) = results
     assert torch.equal(action, other_action) and (value != other_value).all()
-
-
-@pytest.mark.parametrize("env_id, sizes", [("box/Grouped-v0", (2, 3)), ("box/TwoParts-v0", (5, 5))])
-def test_gymnasium_groups(tmp_path, env_id, sizes):
-    """Only "policy" and "critic" are groups; other Dicts are one vector for both. Final observations are their own."""
-    agent, _ = script.train(make_args(tmp_path, env_id=env_id))
-    assert (len(agent.obs_rms.mean), len(agent.critic_obs_rms.mean)) == sizes
-    envs = gym_envs(env_id, 2)
-    envs.reset(seed=1)
-    for _ in range(7):
-        obs, _, _, truncations, infos = envs.step(torch.zeros(2, 1))
-    assert truncations.all() and obs.keys() == infos["final_obs"].keys()
-    for group, final in zip(script.split_obs(obs), script.split_obs(infos["final_obs"])):
-        assert group.shape == final.shape and (group != final)[:, 0].all()
 
 
 def test_gymnasium(tmp_path):
@@ -154,7 +175,7 @@ def test_gymnasium(tmp_path):
         if terminations.any():
             break
     n = terminations.nonzero()[0]
-    obs, final_obs = obs["policy"], infos["final_obs"]["policy"]
+    final_obs = infos["final_obs"]
     assert final_obs[n, 1].abs() > 0.2 > 0.05 > obs[n, 1].abs()  # fallen; upright again
     script.train(make_args(tmp_path, env_id="InvertedPendulum-v4"))
 
@@ -166,7 +187,7 @@ def test_final_observation_is_the_last_one(tmp_path):
     envs.reset()
     for _ in range(5):
         obs, _, _, truncations, infos = envs.step(torch.zeros(2, 1))
-    assert truncations.all() and (infos["final_obs"]["policy"] == 5).all() and not obs["policy"].any()
+    assert truncations.all() and (infos["final_obs"] == 5).all() and not obs.any()
 
 
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])
@@ -182,7 +203,7 @@ def test_bounds_of_double_precision(tmp_path, update):
 
 
 @pytest.mark.parametrize("what", ["rewards", "obs"])
-def test_nan(tmp_path, capsys, what):
+def test_nan(tmp_path, what):
     """It ends in one line, and never gets into statistics or weights."""
 
     class Broken(torch_envs.Drift):
@@ -195,13 +216,13 @@ def test_nan(tmp_path, capsys, what):
                 (rewards if what == "rewards" else obs["policy"])[3] = math.nan
             return obs, rewards, *others
 
-    with pytest.raises(SystemExit) as stopped:
-        script.train(make_args(tmp_path, env_id=env_id_of(Broken), checkpoint_interval=1))
-    assert stopped.value.code == 2 and "NaN" in capsys.readouterr().err
+    named = "the rewards" if what == "rewards" else "the observations"
+    with pytest.raises(script.UsageError, match=f"NaN or infinity in {named}"):
+        script.train(make_args(tmp_path, env_id=env_id_of(Broken), checkpoint_interval=0))
     (run_dir,) = (tmp_path / "runs").iterdir()
     checkpoint = script.load_checkpoint(run_dir)
     assert checkpoint["global_step"] == 2 * 160
-    assert all(torch.isfinite(x).all() for x in checkpoint["agent"].state_dict().values())
+    assert all(torch.isfinite(x).all() for x in checkpoint["agent"].values())
 
 
 def test_evaluation_ends_with_the_first_episode():
@@ -234,7 +255,7 @@ def brax_cart():
         observation_size, action_size, backend = 1, 1, None
 
         def __init__(self, backend):
-            assert backend == "spring"  # the default of --brax-backend
+            assert backend == "spring"  # the default
 
         def reset(self, rng):
             return State(None, jax.random.uniform(rng, (1,), minval=-0.05, maxval=0.05), *jax.numpy.zeros(2))
@@ -249,7 +270,7 @@ def brax_cart():
 
 def test_brax(tmp_path, brax_cart):
     """Shapes, ends, observations before and after the restart; then it is learned from."""
-    args = make_args(tmp_path, "google", env_id=brax_cart, num_envs=64, episode_length=30)
+    args = make_args(tmp_path, "google", env_id=brax_cart, num_envs=64, env_kwargs='{"episode_length": 30}')
     envs = script.make_envs(args, 64, torch.device("cpu"))
     first, _ = envs.reset(seed=1)
     first = first.clone()
@@ -273,6 +294,6 @@ def test_brax(tmp_path, brax_cart):
     cuts = torch.stack([envs.step(torch.zeros(64, 1))[3] for _ in range(3)])
     assert (cuts.nonzero()[:, 1] % 30).tolist() == [29, 29, 28, 28, 27, 27]  # each after what is left of its 30 steps
     settings = {"num_envs": 64, "num_steps": 20, "learning_rate": 3e-3, "total_timesteps": 64 * 20 * 15}
-    settings |= {"hidden_size": 32, "env_id": env_id_of(lambda *_: envs)}  # JAX has compiled it
+    settings |= {"hidden_sizes": (32, 32), "env_id": env_id_of(lambda *_: envs)}  # JAX has compiled it
     agent, _ = script.train(make_args(tmp_path, "google", **settings))
     assert script.evaluate(agent, envs, seed=3).mean() > 25

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -17,6 +16,7 @@ import torch_envs
 from conftest import ROOT, flags_of, scalars
 from forks import exit_status, fork, two_ranks
 from gpu_sim import SMALL, env_id_of, make_args, script
+from processes import run_last_block
 
 HAS_BRAX = importlib.util.find_spec("brax") is not None
 
@@ -66,24 +66,38 @@ def test_episodes_and_statistics(tmp_path, remembering):
         torch.testing.assert_close(rms.var, everything.var(0, correction=0), atol=1e-4, rtol=1e-4)
 
 
-def test_resume(tmp_path):
+def stop_after_one_iteration(args, monkeypatch):
+    """As Ctrl-C in the second iteration. -> the run folder"""
+    save, run_dirs = script.Run.save, []
+
+    def save_once(run, *arguments, **options):
+        if run_dirs:
+            raise KeyboardInterrupt
+        run_dirs.append(run.dir)
+        save(run, *arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(script.Run, "save", save_once)
+        script.train(args)
+    return run_dirs[0]
+
+
+def test_resume(tmp_path, monkeypatch):
     """The learner is that of the checkpoint, to the last bit. Two resumptions of one checkpoint are the same run."""
-    args = make_args(tmp_path, checkpoint_interval=2, seed=3, anneal_lr=True, desired_kl=None)
-    agent, run_dir = script.train(args, stop_signals=[(2, 0.0)])  # one iteration, which is saved
+    args = make_args(tmp_path, seed=3, anneal_lr=True, desired_kl=None)
+    run_dir = stop_after_one_iteration(args, monkeypatch)
     saved = script.load_checkpoint(run_dir)
     assert saved["global_step"] == 160
-    first_rows = (run_dir / "episodes.csv").read_text().splitlines()
+    first_rows = (run_dir / "episodes.csv").read_text()[: saved["episodes_size"]].splitlines()
     with open(run_dir / "episodes.csv", "a") as file:  # what a kill may leave behind
         file.write("320,1.5,10,3.0\n160,1.5,7\n160,x")
     copy = tmp_path / "runs" / "copy"
     shutil.copytree(run_dir, copy)
-    again = dataclasses.replace(args, resume=str(run_dir), total_timesteps=160)
-    unchanged, _ = script.train(again)  # no step is left to do
-    for name, x in agent.state_dict().items():
-        assert torch.equal(x, saved["agent"].state_dict()[name]) and torch.equal(x, unchanged.state_dict()[name]), name
+    agent, _ = script.train(dataclasses.replace(args, total_timesteps=160), run_dir)  # no step is left to do
+    torch.testing.assert_close(agent.state_dict(), saved["agent"], atol=0, rtol=0)
     assert (run_dir / "episodes.csv").read_text().splitlines() == first_rows
 
-    one, other = (script.train(dataclasses.replace(args, resume=str(path)))[0] for path in (run_dir, copy))
+    one, other = (script.train(args, path)[0] for path in (run_dir, copy))
     assert not torch.equal(one.actor[0].weight, agent.actor[0].weight)
     for name, x in one.state_dict().items():
         assert torch.equal(x, other.state_dict()[name]), name
@@ -103,57 +117,26 @@ def test_seeds(tmp_path, remembering):
     settings = {"total_timesteps": 160, "learning_rate": 1e-9, "desired_kl": None}
     args = make_args(tmp_path, env_id=env_id_of(lambda *_: remembering), **settings)
 
-    def numbers(args):
-        _, run_dir = script.train(args)
+    def numbers(args, resume=None):
+        _, run_dir = script.train(args, resume)
         return run_dir, torch.tensor([*remembering.actions[0][:3, 0], remembering.last_seed])
 
     run_dir, first = numbers(args)
-    _, resumed = numbers(dataclasses.replace(args, resume=str(run_dir), total_timesteps=320))
+    _, resumed = numbers(dataclasses.replace(args, total_timesteps=320), run_dir)
     (_, other), (_, again) = numbers(dataclasses.replace(args, seed=2)), numbers(args)
     assert torch.equal(first, again) and (first != resumed).all() and (first != other).all()
 
 
-def test_resume_with_another_update_is_refused(tmp_path, capsys):
-    """It would leave all the settings that --update chooses as they were, and say nothing."""
-    args = make_args(tmp_path)
-    assert script.parse_args(["--update", "rsl_rl", "--seed", "2"], default=args) == dataclasses.replace(args, seed=2)
-    with pytest.raises(SystemExit, match="--update google"):
-        script.parse_args(["--update", "google"], default=args)
-    assert "--update google" in capsys.readouterr().err
-
-
-def test_noise_std(tmp_path):
+def test_policy_std(tmp_path):
     """The logged figure is the mean standard deviation of the policy that acted."""
     args = make_args(tmp_path, init_std=0.7, total_timesteps=160, learning_rate=0.01, desired_kl=None)
     agent, run_dir = script.train(args)
-    script.train(dataclasses.replace(args, resume=str(run_dir), total_timesteps=320))
-    logged = [value for _, value in scalars(run_dir)["charts/noise_std"]]
+    script.train(dataclasses.replace(args, total_timesteps=320), run_dir)
+    logged = [value for _, value in scalars(run_dir)["charts/policy_std"]]
     assert logged == pytest.approx([0.7, agent.std.mean().item()], rel=1e-6) and abs(logged[1] - 0.7) > 0.01
     _, run_dir = script.train(make_args(tmp_path, "google", env_id="box/Narrow-v0", total_timesteps=160, num_steps=10))
-    agent = script.load_agent(run_dir)
-    torch.manual_seed(1)  # the first agent once more
-    first = script.Agent(1, 1, agent.action_low, agent.action_high, agent.args)
-    expected = first.get_mean_and_std(torch.ones(1, 1))[1].mean().item()
-    assert scalars(run_dir)["charts/noise_std"][0][1] == pytest.approx(expected, rel=1e-5)
-
-
-def test_evaluations_during_training(tmp_path):
-    """Ten and the one before, and training goes on as without them."""
-    plain, _ = script.train(make_args(tmp_path, total_timesteps=3200))
-    settings = {"total_timesteps": 3200, "num_evaluations": 10, "eval_episodes": 8, "eval_deterministic": False}
-    agent, run_dir = script.train(make_args(tmp_path, **settings))
-    rows = (run_dir / "evaluations.csv").read_text().splitlines()
-    assert rows[0] == "global_step,mean_return,std_return,seconds"
-    assert [int(row.split(",")[0]) for row in rows[1:]] == [320 * i for i in range(11)]
-    assert torch.equal(agent.actor[0].weight, plain.actor[0].weight)
-    logged = [(step, f"{value:.2f}") for step, value in scalars(run_dir)["charts/eval_return"]]
-    assert logged == [(int(row[0]), row[1]) for row in (row.split(",") for row in rows[1:])]
-    with open(run_dir / "evaluations.csv", "a") as file:
-        file.write("3520,1.0,1.0,1.0\n3520,1")  # of a run that was killed after its checkpoint
-    args = dataclasses.replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=3680)
-    script.train(args)
-    resumed = (run_dir / "evaluations.csv").read_text().splitlines()
-    assert resumed[: len(rows)] == rows and [row.split(",")[0] for row in resumed[len(rows) :]] == ["3360", "3680"]
+    (std,) = dict(scalars(run_dir)["charts/policy_std"]).values()
+    assert 0.3 < std < 1.2 and std != 0.7  # of the new network
 
 
 def test_export(tmp_path, monkeypatch):
@@ -161,7 +144,8 @@ def test_export(tmp_path, monkeypatch):
     observations: the mean action, of observations normalised by the statistics of the run, within the bounds."""
     for update in ("rsl_rl", "google"):
         agent, run_dir = script.train(make_args(tmp_path, update))
-        path, obs = script.export_actor(run_dir), 2 * torch.randn(5, 2)
+        script.export_actor(run_dir)
+        path, obs = run_dir / "actor.pt2", 2 * torch.randn(5, 2)
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "ppo_gpu_sim", None)  # as if it were not installed
             actor = torch.export.load(path).module()
@@ -181,7 +165,7 @@ def test_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_envs, "drift", lambda *given: (seeds.append(given[2]), torch_envs.Drift(*given))[1])
 
     def train(rank):
-        agent, _ = script.train(make_args(tmp_path, checkpoint_interval=1))
+        agent, _ = script.train(make_args(tmp_path))
         torch.save([agent.state_dict(), seeds], tmp_path / f"rank-{rank}")
 
     two_ranks(train)
@@ -195,21 +179,24 @@ def test_two_ranks(tmp_path, monkeypatch):
     assert ends == sorted(ends) and len(ends) > 16
 
 
-def test_sigterm_and_resume(tmp_path, main, monkeypatch):
-    """The iteration under way is finished and saved; the same command line with --resume goes on from there."""
-    flags = flags_of(**SMALL | {"total_timesteps": 10**8}, runs_dir=tmp_path / "runs")
+def test_interrupt_and_resume_latest(tmp_path, main, monkeypatch):
+    """Ctrl-C costs what came after the last checkpoint; --resume latest goes on from there."""
+    sizes = {"total_timesteps": 10**8, "hidden_sizes": 16}
+    flags = flags_of(**SMALL | sizes, runs_dir=tmp_path / "runs")
+    flags += ["--checkpoint-interval=0"]
     monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", *flags])
-    process, end = fork(script.main, stderr=tmp_path / "stderr"), time.monotonic() + 60
+    process, end = fork(run_last_block, script), time.monotonic() + 60
     while not any(len(path.read_text()) > 1000 for path in tmp_path.glob("runs/*/episodes.csv")):
         assert time.monotonic() < end
         time.sleep(0.05)
-    os.kill(process, signal.SIGTERM)
-    assert exit_status(process) == 143
+    os.kill(process, signal.SIGINT)
+    assert exit_status(process) == 130
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert f"stopped; go on with --resume {run_dir}" in (tmp_path / "stderr").read_text()
     saved = script.load_checkpoint(run_dir)["global_step"]
     assert 0 < saved < 10**8 and saved % 160 == 0
-    main(script, "--resume", run_dir, "--env-id", SMALL["env_id"], f"--total-timesteps={saved + 320}")
+    words = "--resume=latest", "--runs-dir", tmp_path / "runs", "--env-id", SMALL["env_id"]
+    finished = main(script, *words, f"--total-timesteps={saved + 320}")
+    assert finished.returncode == 0 and f"python ppo_gpu_sim.py --evaluate {run_dir}" in finished.stdout
     assert script.load_checkpoint(run_dir)["global_step"] == saved + 320
 
 
@@ -228,36 +215,22 @@ def test_command_line(tmp_path, main):
     assert first == second and first.stdout.startswith("8 episodes: mean ") and first.returncode == 0
 
 
-def test_commands_of_the_pages_parse():
-    text = script.__doc__ + (ROOT / "docs" / "gpu_sim.md").read_text()
-    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
-    assert len(commands) >= 5
-    for command in commands:
-        script.check_args(script.parse_args(command.split()))
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--env-id", "brax/nothing"], "nothing" if HAS_BRAX else "variants/requirements.txt"),
-        (["--env-id", "nothing:make"], "MODULE:FUNCTION"),
-        (["--env-id", "torch_envs:nothing"], "nothing"),
+        (["--env-id", "nothing:make"], "No module named 'nothing'"),
         (["--env-id", "CartPole-v1"], "has actions Discrete"),
         (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
-        (["--unroll-length", "7"], "--unroll-length 7 must divide --num-steps 10"),
-        (["--unroll-length", "0"], "--unroll-length must be"),
+        (["--unroll-length", "7"], "--unroll-length must divide --num-steps 10"),
         (["--recompute-targets"], "needs --unroll-length"),
-        (["--num-minibatches", "7"], "must divide 160 steps or unrolls as [4, 5, 8]"),
-        (["--update", "google", "--timeouts", "exact"], "neither --timeouts exact"),
-        (["--update", "google", "--norm-adv", "rollout"], "nor --norm-adv rollout"),
+        (["--num-minibatches", "7"], "must divide 160 steps or unrolls, as [1, 2, 4, 5"),
+        (["--update", "google", "--timeouts", "auto"], "--timeouts masked"),
+        (["--update", "google", "--norm-adv", "rollout"], "another --norm-adv"),
         (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),
         (["--anneal-lr"], "--desired-kl None"),
-        (["--init-std", "0"], "--init-std"),
-        (["--gamma", "1.5"], "from 0 to 1"),
-        (["--desired-kl=-1"], "from 0 to inf"),
-        (["--num-evaluations=-1"], "from 0 to inf"),
-        (["--resume", "nowhere"], "checkpoint.pt is missing"),
-        (["--export", "nowhere"], "checkpoint.pt is missing"),
+        (["--gamma", "1.5"], "between 0 and 1"),
+        (["--resume", "latest"], "no run of ppo_gpu_sim.py"),
+        (["--export", "latest"], "no run of ppo_gpu_sim.py"),
     ],
 )
 def test_wrong_input(tmp_path, flags, words, main):
@@ -268,6 +241,26 @@ def test_wrong_input(tmp_path, flags, words, main):
     last = refused.stderr.splitlines()[-1]
     assert last.startswith("ppo_gpu_sim.py: error: ") and words in last
     assert not list(tmp_path.iterdir())
+
+
+def test_update_of_a_finished_run(tmp_path, main):
+    """A resumed run keeps its update: argparse refuses another one."""
+    refused = main(script, "--resume", tmp_path, "--update", "google")
+    assert refused.returncode == 2 and "not allowed with argument" in refused.stderr
+
+
+def test_commands_of_the_pages_parse():
+    text = script.__doc__ + (ROOT / "docs" / "gpu_sim.md").read_text()
+    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
+    assert len(commands) >= 5
+    for command in commands:
+        words = [word for word in command.split() if word not in ("--update", "google", "--resume", "runs/NAME")]
+        settings = script.UPDATES["google" if "google" in command else "rsl_rl"]
+        script.check(
+            script.parse_args(
+                [word for word in words if word not in ("--evaluate", "--export")], script.Args(**settings)
+            )
+        )
 
 
 def test_google_vs_nvidia_starts(tmp_path):

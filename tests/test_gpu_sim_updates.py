@@ -43,7 +43,10 @@ def test_advantages_are_those_of_others(case):
     truncations = inputs.get("truncations", inputs.get("time_outs")).bool()
     dones = inputs["dones"].bool() if "dones" in inputs else truncations | inputs["terminations"].bool()
     args = script.Args(gamma=inputs["gamma"], gae_lambda=inputs["gae_lambda"], **settings)
-    columns = inputs["rewards"], inputs["values"], inputs["last_values"], torch.full_like(inputs["rewards"], math.nan)
+    timeout_values = (
+        inputs["values"] if args.timeouts == "current-value" else torch.full_like(inputs["values"], math.nan)
+    )
+    columns = inputs["rewards"], inputs["values"], inputs["last_values"], timeout_values
     advantages, returns = script.estimate_targets(args, *columns, dones & ~truncations, truncations)
     ours = {"advantages": advantages, "returns": returns, "normalized": script.normalize_advantages(advantages)}
     for name, theirs in names.items():
@@ -86,7 +89,6 @@ def test_tanh_policy_far_out(far):
 
 @pytest.mark.parametrize("case", ["rms_brax_welford", "rms_brax_torch_notebook", "rms_rsl_rl"])
 def test_statistics_are_those_of_others(case):
-    """But for the count of 1e-4 that they begin with, as in baselines: Brax and rsl_rl begin with 0."""
     inputs, expected = golden(case)
     rms = script.RunningMeanStd((2,))
     for batch in inputs["batches"]:
@@ -159,7 +161,13 @@ def test_update_of_rsl_rl(tmp_path, known_numbers):
     """Six steps of its own PPO: time-outs, advantages, clipped value loss, KL and learning rate, gradient clipping."""
     oracle = ORACLE["rsl_rl"]
     settings = {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 3, "gamma": 0.97}
-    settings |= {"gae_lambda": 0.9, "max_grad_norm": 0.5, "learning_rate": 5e-3, "hidden_layers": 2, "norm_obs": False}
+    settings |= {
+        "gae_lambda": 0.9,
+        "max_grad_norm": 0.5,
+        "learning_rate": 5e-3,
+        "hidden_sizes": (16, 16),
+        "norm_obs": False,
+    }
     args = make_args(tmp_path, total_timesteps=24, timeouts="current-value", **settings)
     agent, logged = train_on_record(args, oracle, tmp_path / "run")
     std = torch.tensor(oracle["after"]["actor"]["distribution.std_param"])
@@ -174,7 +182,7 @@ def test_update_of_brax(tmp_path, known_numbers):
     """Six steps of the notebook's agent: masked time-outs, targets from the current critic, tanh policy, its losses."""
     oracle = ORACLE["brax"]
     settings = {"num_envs": 4, "num_steps": 6, "unroll_length": 3, "num_minibatches": 2, "update_epochs": 3}
-    settings |= {"learning_rate": 5e-3, "hidden_size": 16, "norm_obs": False, "total_timesteps": 24}
+    settings |= {"learning_rate": 5e-3, "hidden_sizes": (16, 16), "norm_obs": False, "total_timesteps": 24}
     _, logged = train_on_record(make_args(tmp_path, "google", **settings), oracle, tmp_path / "run")
     policy_loss, value_loss, entropy = (logged[f"losses/{name}"] for name in ("policy_loss", "value_loss", "entropy"))
     loss = policy_loss + 0.5 * value_loss - 0.01 * entropy

@@ -60,24 +60,52 @@ class Args:
 
 def train_all(args, settings):
     """Train what is missing; a row for every run."""
-    envs, make_envs = {}, ppo.make_envs
+    envs, make_envs, agent_class, run_class = {}, ppo.make_envs, ppo.Agent, ppo.Run
 
     def make_once(args, num_envs, device):  # JAX compiles the simulator once, not for every run
         if num_envs not in envs:
             envs[num_envs] = make_envs(args, num_envs, device)
-        return copy.copy(envs[num_envs])  # with a state of its own: training and evaluation may be of one size
+        return copy.copy(envs[num_envs])  # with its own state: training and evaluation may be of one size
 
-    ppo.make_envs, rows = make_once, []
+    def evaluate(agent, path, step):
+        """Add a row to evaluations.csv."""
+        device = ppo.start_device(agent.args)[0]
+        eval_envs = make_once(agent.args, agent.args.eval_episodes, device)
+        returns = ppo.evaluate(agent.to(device), eval_envs, agent.args.seed, agent.args.eval_deterministic)
+        write_rows(
+            path,
+            ["global_step", "mean_return"],
+            [*read_csv(path), {"global_step": step, "mean_return": f"{returns.mean():.2f}"}],
+        )
+
+    class Run(run_class):
+        """Evaluates the new agent, and ten times during the run."""
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            runs.append(self)
+
+        def save(self, agent, optimizer, now):  # after every iteration
+            super().save(agent, optimizer, now)
+            batch_size = self.args.num_envs * self.args.num_steps
+            if self.global_step // batch_size * 10 % (self.total_steps // batch_size) < 10:
+                evaluate(agent, self.dir / "evaluations.csv", self.global_step)
+
+    class Agent(agent_class):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            evaluate(self, runs[-1].dir / "evaluations.csv", 0)
+
+    ppo.make_envs, ppo.Run, ppo.Agent, rows, runs = make_once, Run, Agent, [], []
     for seed in range(1, args.seeds + 1):
         for update in args.updates:
             given = {
-                "update": update.split("+")[0],
                 "exp_name": f"{update}-{settings['total_timesteps']}",  # runs of another size are not these
                 "seed": seed,
                 "env_id": "brax/ant",
                 "device": args.device,
             }
-            given |= {"num_evaluations": 10, "eval_deterministic": False, "runs_dir": args.runs_dir}
+            given |= {"eval_deterministic": False, "runs_dir": args.runs_dir}
             name = given["exp_name"].replace("+", "-")
             folders = Path(args.runs_dir).glob(f"brax-ant__{name}__{seed}__*/evaluations.csv")
             finished = [path.parent for path in folders if len(read_csv(path)) == 11]

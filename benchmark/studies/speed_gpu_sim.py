@@ -72,9 +72,7 @@ class FreeEnvs:
 
 def ours_without_simulator(args, runs_dir):
     settings = {"num_envs": args.num_envs, "env_id": "free", "runs_dir": runs_dir, "device": args.device}
-    ppo_args = ppo.Args(
-        **settings, total_timesteps=args.num_envs * 24 * (args.iterations + 4), checkpoint_interval=10**6
-    )
+    ppo_args = ppo.Args(**settings, total_timesteps=args.num_envs * 24 * (args.iterations + 4), checkpoint_interval=1e6)
     envs = FreeEnvs(args.num_envs, torch.device(args.device), ppo_args.num_steps)
     ppo.make_envs = lambda *_: envs
     ppo.train(ppo_args)
@@ -113,7 +111,7 @@ def rsl_rl_without_simulator(args, _):
 
 def ours_on_brax(args, runs_dir):
     T, N = 80, args.num_envs
-    settings = ppo.GOOGLE | {"num_envs": N, "num_minibatches": 32, "update": "google", "env_id": "brax/ant"}
+    settings = ppo.GOOGLE | {"num_envs": N, "num_minibatches": 32, "env_id": "brax/ant"}
     total = T * N * (args.iterations + 5)
     original, times = ppo.BraxEnvs.step, []
 
