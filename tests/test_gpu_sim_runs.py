@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -249,18 +250,13 @@ def test_update_of_a_finished_run(tmp_path, main):
     assert refused.returncode == 2 and "not allowed with argument" in refused.stderr
 
 
-def test_commands_of_the_pages_parse():
+def test_commands_with_brax_parse():
+    """test_documented_commands.py runs the others."""
     text = script.__doc__ + (ROOT / "docs" / "gpu_sim.md").read_text()
-    commands = re.findall(r"python variants/ppo_gpu_sim\.py([^\n#&`]*)", text)
-    assert len(commands) >= 5
-    for command in commands:
-        words = [word for word in command.split() if word not in ("--update", "google", "--resume", "runs/NAME")]
-        settings = script.UPDATES["google" if "google" in command else "rsl_rl"]
-        script.check(
-            script.parse_args(
-                [word for word in words if word not in ("--evaluate", "--export")], script.Args(**settings)
-            )
-        )
+    commands = re.findall(r"python variants/ppo_gpu_sim\.py --env-id brax/(\w+)(?: --update (\w+))?([^\n#&`]*)", text)
+    assert len(commands) >= 3
+    for _, update, words in commands:
+        script.check(script.parse_args(words.split(), script.Args(**script.UPDATES[update or "rsl_rl"])))
 
 
 def test_google_vs_nvidia_starts(tmp_path):
