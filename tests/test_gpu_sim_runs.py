@@ -4,12 +4,14 @@ import dataclasses
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import sys
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -128,18 +130,6 @@ def test_seeds(tmp_path, remembering):
     assert torch.equal(first, again) and (first != resumed).all() and (first != other).all()
 
 
-def test_policy_std(tmp_path):
-    """The logged figure is the mean standard deviation of the policy that acted."""
-    args = make_args(tmp_path, init_std=0.7, total_timesteps=160, learning_rate=0.01, desired_kl=None)
-    agent, run_dir = script.train(args)
-    script.train(dataclasses.replace(args, total_timesteps=320), run_dir)
-    logged = [value for _, value in scalars(run_dir)["charts/policy_std"]]
-    assert logged == pytest.approx([0.7, agent.std.mean().item()], rel=1e-6) and abs(logged[1] - 0.7) > 0.01
-    _, run_dir = script.train(make_args(tmp_path, "google", env_id="box/Narrow-v0", total_timesteps=160, num_steps=10))
-    (std,) = dict(scalars(run_dir)["charts/policy_std"]).values()
-    assert 0.3 < std < 1.2 and std != 0.7  # of the new network
-
-
 def test_export(tmp_path, monkeypatch):
     """The file alone, without this project and without a critic, gives the actions of the agent, for any number of
     observations: the mean action, of observations normalised by the statistics of the run, within the bounds."""
@@ -157,6 +147,29 @@ def test_export(tmp_path, monkeypatch):
         torch.testing.assert_close(actions, expected, atol=1e-5, rtol=1e-4)
         names = list(actor.state_dict())
         assert "actor.0.weight" in names and not any("critic" in name for name in names)
+
+
+def test_export_onnx(tmp_path, main):
+    """One file with named inputs and outputs, equal to the agent."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: no ONNX file is read")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed: no ONNX file is written")
+    for update in ("rsl_rl", "google"):
+        agent, run_dir = script.train(make_args(tmp_path, update))
+        exported = main(script, "--export", run_dir)
+        assert exported.stdout.splitlines() == [str(run_dir / "actor.pt2"), str(run_dir / "actor.onnx")]
+        session = onnxruntime.InferenceSession(run_dir / "actor.onnx")
+        for num_robots in (1, 5):
+            obs = 3 * torch.randn(num_robots, 2)
+            (actions,) = session.run(["actions"], {"observations": obs.numpy()})
+            torch.testing.assert_close(torch.from_numpy(actions), agent.predict(obs), atol=1e-5, rtol=0)
+
+
+def test_export_without_onnx(tmp_path, main, monkeypatch):
+    """actor.pt2 alone, and a line says what ONNX needs."""
+    _, run_dir = script.train(make_args(tmp_path, total_timesteps=160))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines = main(script, "--export", "latest", "--runs-dir", tmp_path / "runs").stdout.splitlines()
+    assert lines == [str(run_dir / "actor.pt2"), "for actor.onnx: pip install onnx onnxscript"]
 
 
 def test_two_ranks(tmp_path, monkeypatch):
@@ -275,3 +288,41 @@ def test_google_vs_nvidia_starts(tmp_path):
                     study.train_all(args, settings)
 
     assert exit_status(fork(start_all)) == 0
+
+
+@pytest.mark.parametrize("critic", [[], ["--critic_hidden_sizes=[24]"]])
+def test_hidden_sizes(tmp_path, main, critic):
+    """As a user and as wandb gives them; the critic has the actor's unless it gets its own."""
+    flags = flags_of(**SMALL | {"total_timesteps": 160, "runs_dir": tmp_path})
+    flags = [flag for flag in flags if not flag.startswith("--hidden")]
+    assert main(script, *flags, "--hidden-sizes", "16", "8", *critic).returncode == 0
+    (run_dir,) = tmp_path.iterdir()
+    agent = script.load_agent(run_dir)
+    sizes = [[layer.out_features for layer in network[::2]] for network in (agent.actor, agent.critic)]
+    assert sizes == [[16, 8, 1], [24, 1] if critic else [16, 8, 1]]
+
+
+class GlobalNoise(gym.Env):
+    """Draws from the global generators of Python, numpy and torch."""
+
+    observation_space, action_space = gym.spaces.Box(-9, 9, (3,)), gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        return np.float32([random.random(), np.random.random(), torch.rand(()).item()]), {}
+
+    def step(self, action):
+        return self.reset()[0], float(action[0]), False, random.random() < 0.1, {}
+
+
+gym.register("box/GlobalNoise-v0", GlobalNoise)
+
+
+def test_global_generators(tmp_path):
+    """Same seed, same weights; another seed, other observations."""
+    agents = []
+    for seed in (1, 1, 2):
+        torch.rand(3), np.random.random(), random.random()
+        agents.append(script.train(make_args(tmp_path, env_id="box/GlobalNoise-v0", seed=seed))[0])
+    one, same, other = (agent.obs_rms.mean for agent in agents)
+    torch.testing.assert_close(agents[0].state_dict(), agents[1].state_dict(), atol=0, rtol=0)
+    assert torch.equal(one, same) and (one != other).all()

@@ -605,10 +605,9 @@ class VectorEnvs(Protocol):
     reset(seed) -> observations, infos
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
-    Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. The step that ends an episode
-    returns the first observation of the next one. infos may have "final_obs", the last observations of episodes that
-    end, and numbers to log, as "log" or "episode". With max_episode_length and episode_length_buf (N,), the steps of
-    the current episodes, --stagger-envs works."""
+    Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. A step that ends an episode
+    returns the first one of the next, and the last one in infos["final_obs"], if it can. infos["log"] and ["episode"]
+    are numbers to log. --stagger-envs needs max_episode_length and episode_length_buf (N,), the episodes' steps."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
@@ -867,17 +866,19 @@ def load_agent(run_dir):
 
 
 def export_actor(run_dir):
-    """Write the actor alone, raw observations (N, D) float32 -> actions (N, A), on the CPU: actor.pt2, which
-    torch.export.load(path).module() reads, and actor.onnx, if onnxscript is installed."""
+    """Write RUN_DIR/actor.pt2 and actor.onnx, without the critic: raw observations (N, D) float32 -> actions (N, A)"""
     agent, path = load_agent(run_dir), Path(run_dir, "actor")
     agent.critic = agent.critic_obs_rms = None
     example, rows = torch.zeros(2, len(agent.obs_rms.mean)), {0: torch.export.Dim("N", min=1)}
     program = torch.export.export(agent, (example,), dynamic_shapes=(rows,))
     torch.export.save(program, path.with_suffix(".pt2"))
+    say(path.with_suffix(".pt2"))
     if importlib.util.find_spec("onnxscript"):
         names = {"input_names": ["observations"], "output_names": ["actions"]}
         torch.onnx.export(program, f=path.with_suffix(".onnx"), **names, external_data=False, verbose=False)
-    say("\n".join(map(str, Path(run_dir).glob("actor.*"))))
+        say(path.with_suffix(".onnx"))
+    else:
+        say("for actor.onnx: pip install onnx onnxscript")
 
 
 @torch.no_grad()
