@@ -22,6 +22,14 @@ FOLDERS = []  # removed when the tests end
 TEN = SMALL | {"total_timesteps": 640}  # ten iterations
 
 
+def copy_scripts(folder):
+    """What recipes are applied to"""
+    (folder / "variants").mkdir(parents=True)
+    for pattern in ("ppo_*.py", "variants/ppo_*.py"):
+        for path in ROOT.glob(pattern):
+            shutil.copy(path, folder / path.relative_to(ROOT))
+
+
 @functools.cache
 def with_recipes(script, *names):
     """What `git apply recipes/NAME.diff` makes of a script, in a folder of its own, imported once."""
@@ -29,11 +37,11 @@ def with_recipes(script, *names):
         return importlib.import_module(script)
     FOLDERS.append(tempfile.TemporaryDirectory())
     folder = Path(FOLDERS[-1].name)
-    for path in ROOT.glob("ppo_*.py"):
-        shutil.copy(path, folder)
+    copy_scripts(folder)
     for name in names:
         subprocess.run(["git", "apply", str(ROOT / "recipes" / f"{name}.diff")], cwd=folder, check=True)
-    spec = importlib.util.spec_from_file_location("_".join([script, *names]), folder / f"{script}.py")
+    (path,) = [*folder.glob(f"{script}.py"), *folder.glob(f"variants/{script}.py")]
+    spec = importlib.util.spec_from_file_location("_".join([script, *names]), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import REAL_ENV, ROOT, SCRIPTS, SMALL, scalars
 
-from recipes import TEN, with_recipes
+from recipes import TEN, copy_scripts, with_recipes
 
 spec = importlib.util.spec_from_file_location("refresh", ROOT / "recipes" / "refresh.py")
 spec.loader.exec_module(refresh := importlib.util.module_from_spec(spec))
@@ -61,11 +61,10 @@ def test_recipe_applies(name, tmp_path):
         assert re.search(f"^{word}|[.] {word}", head, re.M), word
     named = re.search(r"^Scripts?: .*", head, re.M)[0].split("Source: ")[0]
     named = SCRIPTS if "all three" in named else re.findall(r"ppo_\w+", named)
-    assert re.findall(r"^diff --git a/(ppo_\w+)\.py ", diff, re.M) == sorted(named)
+    assert re.findall(r"^diff --git a/(?:variants/)?(ppo_\w+)\.py ", diff, re.M) == sorted(named)
     for folder, command in (("git", ["git", "apply", path]), ("patch", ["patch", "-p1", "-s", "-i", path])):
-        (tmp_path / folder).mkdir()
-        for script in [*ROOT.glob("ppo_*.py"), ROOT / "pyproject.toml"]:
-            shutil.copy(script, tmp_path / folder)
+        copy_scripts(tmp_path / folder)
+        shutil.copy(ROOT / "pyproject.toml", tmp_path / folder)
         subprocess.run(command, cwd=tmp_path / folder, check=True)
     for command in (["check"], ["format", "--check"]):
         subprocess.run(["ruff", *command, "."], cwd=tmp_path / "git", check=True, capture_output=True)

@@ -1,5 +1,5 @@
-"""Recipes about runs: exact_resume, init_from, evaluate_while_training, unguarded_update. (test_recipes_torchrun.py has
-torchrun.)"""
+"""Recipes about runs: exact_resume, init_from, evaluate_while_training, unguarded_update, keep_checkpoints.
+(test_recipes_torchrun.py has torchrun.)"""
 
 from pathlib import Path
 
@@ -109,3 +109,15 @@ def test_unguarded_update_equals_the_plain_one(tmp_path):
         agent, _ = module.train(small(module, tmp_path, **changes, total_timesteps=128), resume=run_dir)
         vectors.append(torch.nn.utils.parameters_to_vector(agent.parameters()))
     torch.testing.assert_close(*vectors, rtol=1e-4, atol=1e-5)
+
+
+def test_keep_checkpoints(tmp_path):
+    """The last three of five iterations: each acts as it did then, and the newest is the run's."""
+    script = with_recipes("ppo_gpu_sim", "keep_checkpoints")
+    small = {"num_envs": 16, "num_steps": 10, "total_timesteps": 800, "hidden_sizes": (16,), "compile": False}
+    small |= {"env_id": "torch_envs:drift", "device": "cpu", "runs_dir": str(tmp_path), "checkpoint_interval": 0}
+    agent, run_dir = script.train(script.Args(**small, keep_checkpoints=3))
+    assert {path.name for path in run_dir.glob("step-*")} == {"step-480", "step-640", "step-800"}
+    kept = [script.load_agent(run_dir / name) for name in ("step-480", "step-800")]
+    assert torch.equal(kept[1].actor[0].weight, agent.actor[0].weight)
+    assert [kept[0].obs_rms.count, kept[1].obs_rms.count] == [480, 800]
