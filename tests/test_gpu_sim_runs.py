@@ -157,6 +157,7 @@ def test_export_onnx(tmp_path, main):
         agent, run_dir = script.train(make_args(tmp_path, update))
         exported = main(script, "--export", run_dir)
         assert exported.stdout.splitlines() == [str(run_dir / "actor.pt2"), str(run_dir / "actor.onnx")]
+        assert {path.name for path in run_dir.glob("actor*")} == {"actor.pt2", "actor.onnx"}
         session = onnxruntime.InferenceSession(run_dir / "actor.onnx")
         for num_robots in (1, 5):
             obs = 3 * torch.randn(num_robots, 2)
