@@ -620,7 +620,7 @@ def split_obs(obs):
     critic = groups.get("critic", policy)
     if not all(torch.is_tensor(x) and x.dim() == 2 for x in (policy, critic)):
         given = {name: list(x.shape) if torch.is_tensor(x) else type(x).__name__ for name, x in groups.items()}
-        raise UsageError(f'observations must be (N, D) or {{"policy": (N, D), "critic": (N, P)}}, not {given}')
+        raise UsageError(f'observations must be tensors, (N, D) or {{"policy": (N, D), "critic": (N, P)}}, not {given}')
     return policy, critic
 
 
