@@ -95,7 +95,8 @@ def test_other_observations_are_named(tmp_path, main, pack, given):
     make = type("Packed", (Named,), {"pack": staticmethod(pack)})
     flags = flags_of(num_envs=16, num_steps=10, device="cpu", compile=False, runs_dir=tmp_path)
     refused = main(script, "--env-id", env_id_of(make), *flags)
-    assert_one_line(refused, f'observations must be tensors, (N, D) or {{"policy": (N, D), "critic": (N, P)}}, not {given}')
+    needed = 'observations must be tensors, (N, D) or {"policy": (N, D), "critic": (N, P)}'
+    assert_one_line(refused, f"{needed}, not {given}")
 
 
 def test_simulators_with_networks(tmp_path):
