@@ -10,7 +10,7 @@ transformers = pytest.importorskip(
     "transformers", reason="variants/ppo_rlhf.py is not tested: pip install -r variants/requirements.txt"
 )
 sys.path.insert(0, str(ROOT / "variants"))
-import ppo_rlhf  # noqa: E402, F401
+import ppo_rlhf  # noqa: E402
 
 EOS = 0  # of the built-in tokenizer, which pads with it too
 SMALL = {"supervised_steps": 2, "total_episodes": 32, "batch_size": 8, "num_minibatches": 2, "response_length": 6}
@@ -25,3 +25,16 @@ def save(model, tokenizer, folder):
 def rows(run_dir):
     with open(run_dir / "metrics.csv") as file:
         return list(csv.DictReader(file))
+
+
+def stop_in_iteration(number, patch):
+    """Ctrl-C in the rollout of that iteration of a run that has not begun yet; patch: pytest's monkeypatch."""
+    original, calls = ppo_rlhf.generate, []
+
+    def generate(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    patch.setattr(ppo_rlhf, "generate", generate)

@@ -1,11 +1,13 @@
 """variants/ppo_rlhf.py: prompts, sampling, padding, and the four models."""
 
 import copy
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf import EOS, ppo_rlhf, rows, save, transformers
+from rlhf import EOS, ppo_rlhf, rows, save, stop_in_iteration, transformers
 
 pytest_plugins = "rlhf_fixtures"
 
@@ -82,7 +84,7 @@ def test_four_models(rlhf_args, models, calls):
         torch.testing.assert_close(model.state_dict(), fresh.state_dict(), atol=0, rtol=0)
         assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
         assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
-    trained = [model for (_, model, *_), _ in calls["apply_gradient"]]
+    trained = [model for (model, *_), _ in calls["apply_gradient"]]
     assert trained[0] is actor and trained == trained[:2] * (len(trained) // 2)
     storages = [{p.data_ptr() for p in model.parameters()} for model in (*trained[:2], *frozen)]
     assert sum(map(len, storages)) == len(set.union(*storages))
@@ -121,7 +123,9 @@ def test_gradients_stay_apart(models):
         before = [p.grad for p in other.parameters()]
         optimizer, norms = torch.optim.Adam(module.parameters()), []
         for bound in (0.0, 0.01):
-            ppo_rlhf.apply_gradient(losses[module](), module, optimizer, bound)
+            optimizer.zero_grad()
+            losses[module]().backward()
+            ppo_rlhf.apply_gradient(module, optimizer, bound)
             norms.append(torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item())
         assert all(p.grad is grad for p, grad in zip(other.parameters(), before))
         assert norms[0] > 0.02 and norms[1] == pytest.approx(0.01, rel=1e-3)
@@ -163,26 +167,20 @@ def test_contexts_with_other_names(models, rlhf_args, kind):
     config = transformers.MptConfig(max_seq_len=6)
     if kind == "Gemma3":
         config = transformers.Gemma3Config(text_config={"max_position_embeddings": 6})
-    with pytest.raises(SystemExit, match="exceed the context of 6"):
+    with pytest.raises(ppo_rlhf.UsageError, match="exceed the context of 6"):
         ppo_rlhf.load_prompts(rlhf_args(), models[0], SimpleNamespace(config=config))
 
 
-def test_reward_model_that_pads_with_eos(rlhf_args, capsys):
-    """Is named: most often it was trained to be read at the token before."""
-    ppo_rlhf.make_models(rlhf_args(), torch.device("cpu"))
-    assert "pads with EOS: scores are read at the EOS" in capsys.readouterr().out
-
-
-def test_tokens_beyond_the_embedding(models, rlhf_args, tmp_path, capsys):
+def test_tokens_beyond_the_embedding(models, rlhf_args, tmp_path):
     """A word added to a tokenizer and not to its model: refused in a prompt, harmless as padding."""
     tokenizer, model, reward_model = models
     added = copy.deepcopy(tokenizer)
     added.add_tokens("soufflé")
     (tmp_path / "prompts.txt").write_text("soufflé\n", encoding="utf-8")
     args = rlhf_args(prompts=str(tmp_path / "prompts.txt"))
-    with pytest.raises(SystemExit):
+    message = f"line 1: the prompt has token {len(tokenizer)}, a model knows only"
+    with pytest.raises(ppo_rlhf.UsageError, match=message):
         ppo_rlhf.load_prompts(args, added, model, reward_model)
-    assert f"line 1: the prompt has token {len(tokenizer)}, a model knows only" in capsys.readouterr().err
     added.add_special_tokens({"pad_token": "[PAD]"})
     for name, each in (("model", model), ("reward", reward_model)):
         save(each, added, tmp_path / name)
@@ -190,6 +188,48 @@ def test_tokens_beyond_the_embedding(models, rlhf_args, tmp_path, capsys):
     loaded, actor, _ = ppo_rlhf.make_models(ppo_rlhf.Args(**folders), torch.device("cpu"))
     sequences, *_ = ppo_rlhf.generate(actor, loaded, [[4], [4, 5, 6]])
     assert sequences.max() < model.config.vocab_size
+
+
+def test_every_end_token_ends_an_answer(models, model_folders, rlhf_args, tmp_path):
+    """Those that generation_config.json names, as a number or a list, and the tokenizer's. The log counts them all."""
+    tokenizer, *_ = models
+    second = tokenizer.convert_tokens_to_ids("is")
+    for named, ends in ((second, {EOS, second}), ([second], {EOS, second}), (None, {EOS})):
+        shutil.copytree(model_folders / "model", tmp_path / "model", dirs_exist_ok=True)
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        args = rlhf_args(model=str(tmp_path / "model"), total_episodes=8)
+        loaded, model, _ = ppo_rlhf.make_models(args, torch.device("cpu"))
+        torch.manual_seed(0)
+        sequences, _, mask = ppo_rlhf.generate(model, loaded, [[4, 5]] * 100)
+        for answer, length in zip(sequences[:, 2:].tolist(), mask.sum(-1).tolist()):
+            assert not ends.intersection(answer[: length - 1]) and (length == 6 or answer[length - 1] in ends)
+        assert (sequences[:, 2:] == second).any()
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(20)]}))
+    _, run_dir = ppo_rlhf.train(args)
+    assert float(rows(run_dir)[0]["charts/ended"]) > 0.9
+
+
+def test_actor_is_saved_as_the_model_came(models, model_folders, rlhf_args, tmp_path):
+    """In its dtype, with its own settings of sampling, which the run does not use; at every checkpoint."""
+    shutil.copytree(model_folders / "model", tmp_path / "model")
+    own = {"eos_token_id": [0, 4], "temperature": 0.3, "top_k": 7, "repetition_penalty": 5.0, "do_sample": True}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").to(torch.bfloat16)
+    model.generation_config = transformers.GenerationConfig(**own)
+    model.save_pretrained(tmp_path / "model")
+    args = rlhf_args(model=str(tmp_path / "model"), checkpoint_interval=2, total_episodes=24)
+    _, reference, _ = ppo_rlhf.make_models(args, torch.device("cpu"))
+    assert reference.dtype == torch.float32 and reference.generation_config.repetition_penalty != 5.0
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        stop_in_iteration(3, patch)
+        ppo_rlhf.train(args)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
+    assert saved.dtype == torch.bfloat16
+    assert {name: getattr(saved.generation_config, name) for name in own} == own
+    learned = ppo_rlhf.load_checkpoint(run_dir)
+    assert learned["iteration"] == 2
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(tensor, learned["actor"][name].bfloat16())
 
 
 def test_prompts_that_end_the_text(models, rlhf_args, tmp_path, capsys):

@@ -1,21 +1,20 @@
 """variants/ppo_rlhf.py: the command line, and one line for what users may give by mistake."""
 
-import importlib.util
+import io
 import sys
 
 import pytest
-import torch
-from conftest import ROOT, flags_of
-from rlhf import ppo_rlhf, save, transformers
+from conftest import flags_of
+from rlhf import ppo_rlhf, rows, save, transformers
 
 pytest_plugins = "rlhf_fixtures"
 
 
 def test_a_sweep_command_line():
     """As `wandb sweep` builds it."""
-    line = "--track=False --kl_coef=0.1 --model=None --kl_target=6 --batch_size=64.0"
-    args = ppo_rlhf.parse_args([*line.split(), "--total-episodes", "1e3", "--anneal_lr=false"])
-    assert (args.track, args.kl_coef, args.model, args.kl_target) == (False, 0.1, None, 6.0)
+    line = "--track=False --kl_coef=0.1 --model=None --micro_batch_size=6 --batch_size=64.0"
+    args = ppo_rlhf.parse_args([*line.split(), "--total-episodes", "1e3", "--anneal_lr=False"])
+    assert (args.track, args.kl_coef, args.model, args.micro_batch_size) == (False, 0.1, None, 6)
     assert (args.batch_size, args.total_episodes, args.anneal_lr) == (64, 1000, False)
     assert ppo_rlhf.parse_args([]) == ppo_rlhf.Args()
 
@@ -29,40 +28,59 @@ def others(model_folders, tmp_path):
     _, _, reward_model = ppo_rlhf.make_builtin_models(ppo_rlhf.Args(supervised_steps=1))
     save(reward_model, other, tmp_path / "other")
     texts = {"empty.txt": "how is the soup ?\n\nhow is the cake ?\n", "nothing.txt": "", "long.txt": "soup " * 59}
-    texts |= {"chat.jsonl": '{"prompt": [{"role": "user", "content": "soup"}]}\n', "null.jsonl": '{"prompt": null}\n'}
+    texts |= {"chat.jsonl": CHAT + "\n", "null.jsonl": '{"prompt": "soup"}\n{"prompt": null}\n'}
     texts |= {"bad.jsonl": '{"text": "soup"}\n', "blank.jsonl": '{"prompt": "soup\u2028"}\n{"prompt": "  "}\n'}
+    texts |= {
+        "cut.jsonl": '{"prompt": "soup"}\n{"prompt": "so',
+        "lines.txt": '{"prompt": "soup"}\n{"prompt": "cake"}\n',
+    }
+    texts |= {"pretty.txt": '[\n  {\n    "prompt": "soup"\n  }\n]\n', "list.jsonl": '[{"prompt": "soup"}]'}
+    texts |= {
+        "table.csv": "prompt,answer\nsoup,good\n",
+        "data.txt": "PAR1\0\0\x15",
+        "plain.jsonl": "how is the soup ?\n",
+    }
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")  # U+2028 ends no line of a file
     return tmp_path
 
 
+CHAT = '{"prompt": [{"role": "user", "content": "how is the soup ?"}]}'
+FORMS = "write .txt, a prompt per line, or .jsonl,"
+TOGETHER = "give --model, --prompts and either --reward-model or --reward"
 BAD = {
-    "another tokenizer": ({"reward_model": "HERE/other"}, "has another vocabulary than --model"),
+    "another tokenizer": ({"reward_model": "HERE/other"}, "HERE/other and --model FOLDERS/model need one vocabulary"),
     "no reward model": (
         {"reward_model": "FOLDERS/model"},
         "is no trained SequenceClassification: it lacks score.weight",
     ),
-    "no such model": ({"model": "FOLDERS/nowhere"}, "cannot load"),
+    "no such model": ({"model": "FOLDERS/nowhere"}, "FOLDERS/nowhere"),
     "empty prompt": ({"prompts": "HERE/empty.txt"}, "empty.txt, line 2: the prompt is empty"),
     "blank prompt": ({"prompts": "HERE/blank.jsonl"}, "blank.jsonl, line 2: the prompt is empty"),
-    "no prompts": ({"prompts": "HERE/nothing.txt"}, "nothing.txt has no prompts"),
+    "no prompts": ({"prompts": "HERE/nothing.txt"}, "nothing.txt, line 1: the prompt is empty"),
     "prompt too long": (
         {"prompts": "HERE/long.txt"},
         "line 1: 59 tokens and --response-length exceed the context of 64",
     ),
-    "no file": ({"prompts": "HERE/nowhere.txt"}, "cannot read prompts from"),
-    "a conversation": ({"prompts": "HERE/chat.jsonl"}, "a prompt is a string, not a conversation"),
-    "null": ({"prompts": "HERE/null.jsonl"}, "a prompt is a string, not a conversation"),
-    "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "cannot read prompts from"),
-    "models without prompts": ({"prompts": None}, "--model, --reward-model and --prompts"),
-    "indivisible": ({"num_minibatches": 3}, "--batch-size 8 must be a multiple of num_minibatches * processes = 3"),
-    "nothing to train on": ({"min_response_length": 7}, "--min-response-length 7 is above --response-length 6"),
-    "too short": ({"total_episodes": 7}, "--total-episodes 7 is below --batch-size 8"),
-    "zero": ({"temperature": 0.0}, "--temperature must be a finite number from 0.0001 to inf, not 0.0"),
-    "NaN": ({"kl_coef": "nan"}, "--kl-coef must be a finite number"),
-    "negative": ({"kl_coef": -0.1}, "--kl-coef must be a finite number from 0"),
-    "not a probability": ({"top_p": 1.5}, "--top-p must be a finite number from 0 to 1, not 1.5"),
-    "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt is missing"),
+    "no file": ({"prompts": "HERE/nowhere.txt"}, "No such file or directory: 'HERE/nowhere.txt'"),
+    "no chat template": ({"prompts": "HERE/chat.jsonl"}, "chat.jsonl, line 1 is not"),
+    "null": ({"prompts": "HERE/null.jsonl"}, 'null.jsonl, line 2 is not {"prompt": "..."} or {"prompt": [{"role":'),
+    "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "bad.jsonl, line 1 is not"),
+    "half a line": ({"prompts": "HERE/cut.jsonl"}, "cut.jsonl, line 2 is not"),
+    "one array": ({"prompts": "HERE/list.jsonl"}, "list.jsonl, line 1 is not"),
+    "JSON in .txt": ({"prompts": "HERE/lines.txt"}, FORMS),
+    "indented JSON": ({"prompts": "HERE/pretty.txt"}, FORMS),
+    "text in .jsonl": ({"prompts": "HERE/plain.jsonl"}, FORMS),
+    "a table": ({"prompts": "HERE/table.csv"}, FORMS),
+    "no text": ({"prompts": "HERE/data.txt"}, FORMS),
+    "models without prompts": ({"prompts": None}, TOGETHER),
+    "model without rewards": ({"reward_model": None}, TOGETHER),
+    "two rewards": ({"reward": "math:sqrt"}, TOGETHER),
+    "no such module": ({"reward_model": None, "reward": "nowhere:score"}, "No module named 'nowhere'"),
+    "indivisible": ({"num_minibatches": 3}, "--batch-size must be a multiple of num_minibatches * processes = 3"),
+    "nothing to train on": ({"min_response_length": 7}, "--min-response-length is above --response-length"),
+    "too short": ({"total_episodes": 7}, "--total-episodes must be at least batch_size = 8"),
+    "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),
     "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt"),
 }
 
@@ -70,6 +88,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(rlhf_args, model_folders, others, case, main):
     changes, message = BAD[case]
+    message = message.replace("HERE", str(others)).replace("FOLDERS", str(model_folders))
     flags = {name: value for name, value in (vars(rlhf_args()) | changes).items() if value is not None}
     flags = [x.replace("HERE", str(others)).replace("FOLDERS", str(model_folders)) for x in flags_of(**flags)]
     refused = main(ppo_rlhf, *flags)
@@ -78,32 +97,82 @@ def test_bad_input(rlhf_args, model_folders, others, case, main):
     assert not (others / "runs").exists()
 
 
-DAMAGE = {
-    "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
-    "another program's": lambda path: torch.save({"model": torch.zeros(3)}, path),
-    "a pickle that would run code": lambda path: torch.save({"actor": print}, path),
-    "of another script": lambda path: torch.save({"agent": {}, "args": {"num_envs": 3}}, path),
-}
-
-
-def test_damaged_checkpoint(rlhf_args, main):
+def test_a_resumed_run_keeps_what_it_began_with(rlhf_args, main):
     _, run_dir = ppo_rlhf.train(rlhf_args(total_episodes=8))
-    path = run_dir / "checkpoint.pt"
-    whole = path.read_bytes()
-    for name, damage in DAMAGE.items():
-        damage(path)
-        for flag in ("--resume", "--evaluate"):
-            refused = main(ppo_rlhf, flag, run_dir)
-            assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, (name, refused.stderr)
-            assert "checkpoint.pt" in refused.stderr
-        path.write_bytes(whole)
     refused = main(ppo_rlhf, "--resume", run_dir, "--batch-size=4")
-    assert refused.returncode == 2 and f"--batch-size 4: {run_dir} began with 8" in refused.stderr
+    assert refused.returncode == 2 and f"{run_dir} began with --batch-size 8" in refused.stderr
 
 
-def test_without_transformers(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    spec = importlib.util.spec_from_file_location("alone", ROOT / "variants" / "ppo_rlhf.py")
-    with pytest.raises(SystemExit) as exit:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert exit.value.code == 2 and "pip install -r variants/requirements.txt" in capsys.readouterr().err
+def tokens(args, *models):
+    return [models[0].decode(ids) for ids in ppo_rlhf.load_prompts(args, *models)]
+
+
+def test_prompt_files(models, rlhf_args, tmp_path, capsys):
+    """Lines that Windows wrote, with its mark at the beginning; brackets that are no JSON; U+2028."""
+    wanted = ["how is the soup ?", "how is the cake ?"]
+    for name, text in {
+        "plain.txt": "how is the soup ?\nhow is the cake ?",
+        "windows.txt": "\ufeffhow is the soup ?\r\nhow is the cake ?\r\n",
+        "windows.jsonl": '\ufeff{"prompt": "how is the soup ?"}\r\n{"id": 3, "prompt": "how is the cake ?"}\r\n',
+    }.items():
+        (tmp_path / name).write_bytes(text.encode())
+        assert tokens(rlhf_args(prompts=str(tmp_path / name)), *models) == wanted
+    (tmp_path / "brackets.txt").write_text("[INST] soup\u2028cake\n{soup}\n", encoding="utf-8")
+    assert len(tokens(rlhf_args(prompts=str(tmp_path / "brackets.txt")), *models)) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+TEMPLATE = (
+    "{% for m in messages %}us {{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}it is{% endif %}"
+)
+
+
+def test_chat_template(models, rlhf_args, tmp_path, capsys):
+    """Messages get the template, once. Plain texts are taken as they are, and one line says how to apply it."""
+    (tmp_path / "chat.jsonl").write_text(CHAT + "\n" + CHAT.replace("soup", "cake") + "\n")
+    (tmp_path / "rendered.jsonl").write_text('{"prompt": "us how is the soup ? <eos> it is"}\n')
+    (tmp_path / "plain.jsonl").write_text('{"prompt": "how is the soup ?"}\n' * 2)
+    models[0].chat_template = TEMPLATE
+    for name, hint in (("chat", False), ("rendered", False), ("plain", True)):
+        texts = tokens(rlhf_args(prompts=str(tmp_path / f"{name}.jsonl")), *models)
+        assert texts[0] == ("how is the soup ?" if hint else "us how is the soup ? <eos> it is")
+        printed = capsys.readouterr().err
+        assert len(printed.splitlines()) == hint and ('{"prompt": [{"role": "user",' in printed) == hint
+
+
+def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
+    """Which gets texts without special tokens. The critic begins as the language model, with values of 0. --evaluate
+    imports the function only if the command names it again."""
+    (tmp_path / "my_rewards.py").write_text(
+        "calls = []\n\n"
+        "def length(prompts, answers):\n"
+        "    calls.append((prompts, answers))\n"
+        "    return [len(answer.split()) / 3 for answer in answers]\n\n"
+        "def too_few(prompts, answers):\n    return [1.0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"reward_model": None, "micro_batch_size": 3}
+    _, run_dir = ppo_rlhf.train(rlhf_args(**given, reward="my_rewards:length", kl_coef=0.0, total_episodes=8))
+    [(prompts, answers)] = sys.modules.pop("my_rewards").calls
+    assert len(prompts) == len(answers) == 8 and prompts[0] in ppo_rlhf.BUILTIN_PROMPTS
+    assert not any("<eos>" in text for text in prompts + answers)
+    (row,) = rows(run_dir)
+    assert float(row["charts/reward"]) == pytest.approx(sum(len(x.split()) / 3 for x in answers) / 8, rel=1e-5)
+    assert float(row["charts/reward"]) > 0 and abs(float(row["losses/values"])) < 0.05
+    refused = main(ppo_rlhf, "--evaluate", run_dir)
+    assert refused.returncode == 2 and "if you trust it, add --reward my_rewards:length" in refused.stderr
+    assert "my_rewards" not in sys.modules
+    evaluated = main(ppo_rlhf, "--evaluate", run_dir, "--reward=my_rewards:length", "--eval-episodes=7")
+    assert evaluated.returncode == 0 and "7 answers: mean reward" in evaluated.stdout, evaluated.stderr
+    with pytest.raises(ppo_rlhf.UsageError, match=r"my_rewards:too_few gave scores of shape \(1,\) for 8 answers"):
+        ppo_rlhf.train(rlhf_args(**given, reward="my_rewards:too_few"))
+
+
+def test_text_that_the_terminal_cannot_encode(rlhf_args, monkeypatch):
+    """Is shown with question marks; the run goes on."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(ppo_rlhf, "decode", lambda *_: [("\u6c64 soup", "caf\u00e9 \U0001f35c")] * 8)
+    _, run_dir = ppo_rlhf.train(rlhf_args(total_episodes=8))
+    terminal.flush()
+    assert "? soup -> caf\u00e9 ?" in terminal.buffer.getvalue().decode("cp1252") and len(rows(run_dir)) == 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TESTS, golden
-from rlhf import EOS, ppo_rlhf, rows
+from rlhf import EOS, ppo_rlhf, rows, stop_in_iteration
 
 pytest_plugins = "rlhf_fixtures"
 
@@ -14,10 +14,14 @@ pytest_plugins = "rlhf_fixtures"
 ORACLE = json.loads((TESTS / "rlhf_oracle.json").read_text())
 
 
-def test_gather_log_probs():
+def test_log_probs_and_entropy():
     inputs, expected = golden("gather_log_probs")
-    log_probs = ppo_rlhf.gather_log_probs(inputs["logits"], inputs["labels"].long())
+    log_probs, entropy = ppo_rlhf.log_probs_and_entropy(inputs["logits"], inputs["labels"].long())
     torch.testing.assert_close(log_probs, expected["logprobs"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=inputs["logits"]).entropy())
+    with_unused_token = torch.tensor([0.0, 0.0, -torch.inf])
+    _, entropy = ppo_rlhf.log_probs_and_entropy(with_unused_token, torch.tensor(1))
+    assert entropy.item() == pytest.approx(0.6931472)
 
 
 def advantages_of(kl, values, scores, mask, gamma=1.0, gae_lambda=0.95):
@@ -141,21 +145,6 @@ def test_update_differs_from_deepspeed_chat_for_short_answers():
         torch.testing.assert_close(theirs[name], torch.tensor(expected[name]), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
-def test_adaptive_kl_coefficient():
-    inputs, expected = golden("rlhf_lm_human_preferences")
-    kl_coef = ppo_rlhf.adapt_kl_coef(
-        inputs["kl_coef"],
-        expected["mean_kl"],
-        inputs["kl_target"],
-        inputs["kl_horizon"],
-        inputs["batch_size_for_kl"],
-    )
-    assert kl_coef == pytest.approx(expected["kl_coef_after_update"], abs=1e-12)
-    assert ppo_rlhf.adapt_kl_coef(0.1, 9.0, 6.0, 100, 50) == pytest.approx(0.11)  # an error of 50% counts as 20%
-    assert ppo_rlhf.adapt_kl_coef(0.1, 6.6, 6.0, 100, 50) == pytest.approx(0.105)
-    assert ppo_rlhf.adapt_kl_coef(0.1, 0.0, 6.0, 20, 128) == pytest.approx(0.08)  # never below 0, which rewards KL
-
-
 @pytest.mark.parametrize("pad", [EOS, 9])
 def test_where_an_answer_ends(pad):
     """EOS in the middle, at the end, at once, and none within the limit: the score is read at the last action and lands
@@ -210,7 +199,7 @@ def test_settings_reach_what_they_set(rlhf_args, calls, settings):
 
 
 def test_ratio_is_one_in_the_first_minibatch(rlhf_args, calls):
-    """And the old log-probabilities and advantages stay what they are in later epochs."""
+    """And the old log-probabilities, values, advantages and returns stay what they are in later epochs."""
     ppo_rlhf.train(rlhf_args(temperature=0.7, ppo_epochs=3))
     given = [arguments for arguments, _ in calls["clipped_policy_loss"]]
     ratios, advantages = [log_ratio.abs().max() for log_ratio, *_ in given], [mb for _, mb, _ in given]
@@ -220,6 +209,12 @@ def test_ratio_is_one_in_the_first_minibatch(rlhf_args, calls):
         epochs = [torch.cat(advantages[i : i + 2]).sort().values for i in range(first, first + 6, 2)]
         expected = estimated[arguments[2]].sort().values  # of the mask
         assert all(torch.equal(epoch, expected) for epoch in epochs)  # as they came, all of them
+    losses = [arguments for arguments, _ in calls["clipped_value_loss"]]
+    for first, ((_, values, mask, *_), (_, returns)) in zip(range(0, len(losses), 6), calls["answer_advantages"]):
+        for i in range(first, first + 6, 2):
+            for column, expected in ((1, values), (2, returns)):
+                epoch = torch.cat([arguments[column] for arguments in losses[i : i + 2]])
+                assert torch.equal(epoch.sort().values, expected[mask].sort().values)
     # In minibatches of their own in every epoch.
     sets = [tuple(sorted(advantages[i].tolist())) for i in range(0, len(advantages), 2)]
     assert len(set(sets)) == len(sets)
@@ -247,6 +242,58 @@ def test_min_response_length(rlhf_args, calls):
     assert float(rows(run_dir)[0]["charts/response_length"]) == pytest.approx(lengths.float().mean().item())
 
 
+def learned(run_dir):
+    """After one step with Adam, whose mean is then a tenth of the gradient: losses, metrics and gradients."""
+    row = {name: float(x) for name, x in rows(run_dir)[0].items() if "second" not in name}
+    saved = ppo_rlhf.load_checkpoint(run_dir)
+    states = [saved[name]["state"].values() for name in ("actor_optimizer", "critic_optimizer")]
+    return row, [10 * state["exp_avg"] for optimizer in states for state in optimizer]
+
+
+ONE_STEP = {"total_episodes": 8, "num_minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 0.0}
+
+
+def test_micro_batches_add_up(rlhf_args):
+    """The same gradients and metrics as from the whole minibatch, though answers differ in length and some are not
+    trained on."""
+    settings = ONE_STEP | {"norm_adv": True, "min_response_length": 4}
+    row, whole = learned(ppo_rlhf.train(rlhf_args(**settings))[1])
+    for size in (1, 3):
+        other_row, gradients = learned(ppo_rlhf.train(rlhf_args(**settings, micro_batch_size=size))[1])
+        torch.testing.assert_close(gradients, whole, atol=1e-6, rtol=1e-5)
+        assert other_row == pytest.approx(row, rel=1e-5, abs=1e-6)
+
+
+def test_minibatches_without_a_long_answer_are_skipped(rlhf_args, monkeypatch):
+    """Of an iteration whose answers are all too short nothing is learned, and no Adam moves a weight. Where a part of
+    the minibatches is empty, losses are finite."""
+    settings = {"total_episodes": 16, "min_response_length": 4, "checkpoint_interval": 1, "anneal_lr": False}
+    original, calls = ppo_rlhf.generate, []
+
+    def short(*arguments):
+        calls.append(1)
+        sequences, attention_mask, mask = original(*arguments)
+        if len(calls) == 2:
+            mask[:, 3:], attention_mask[:, -3:] = False, 0
+        return sequences, attention_mask, mask
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo_rlhf, "generate", short)
+        _, run_dir = ppo_rlhf.train(rlhf_args(**settings))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_in_iteration(2, patch)
+        ppo_rlhf.train(rlhf_args(**settings))
+    (other,) = {*run_dir.parent.iterdir()} - {run_dir}
+    one, two = ppo_rlhf.load_checkpoint(run_dir), ppo_rlhf.load_checkpoint(other)
+    assert (one["iteration"], two["iteration"]) == (2, 1)
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        torch.testing.assert_close(one[name], two[name], atol=0, rtol=0)
+    row = rows(run_dir)[1]
+    assert row["losses/policy_loss"] == row["losses/entropy"] == "nan" and float(row["charts/response_length"]) <= 3
+    _, run_dir = ppo_rlhf.train(rlhf_args(min_response_length=6, num_minibatches=8))
+    assert "nan" not in {value for row in rows(run_dir) for name, value in row.items() if "variance" not in name}
+
+
 def test_padding_changes_no_loss_and_no_gradient(rlhf_args, monkeypatch):
     """One whole iteration, with more padding on the left, on the right and on both sides."""
     original, pad = ppo_rlhf.generate, torch.nn.functional.pad
@@ -257,15 +304,9 @@ def test_padding_changes_no_loss_and_no_gradient(rlhf_args, monkeypatch):
         return pad(sequences, both, value=EOS), pad(attention_mask, both), pad(mask, (0, right))
 
     monkeypatch.setattr(ppo_rlhf, "generate", padded)
-    one_step = {"total_episodes": 8, "num_minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 0.0}
     runs = []
     for left, right in ((0, 0), (3, 0), (0, 4), (7, 2)):  # noqa: B007
-        _, run_dir = ppo_rlhf.train(rlhf_args(**one_step))
-        row = {name: float(x) for name, x in rows(run_dir)[0].items() if "second" not in name}
-        saved, learned = ppo_rlhf.load_checkpoint(run_dir), [row["losses/policy_loss"], row["losses/value_loss"]]
-        for name in ("actor_optimizer", "critic_optimizer"):  # Adam's mean is now a tenth of the gradient
-            learned += [10 * state["exp_avg"] for state in saved[name]["state"].values()]
-        runs.append((row, learned))
-    for row, learned in runs[1:]:
-        torch.testing.assert_close(learned, runs[0][1], atol=1e-5, rtol=1e-4)
+        runs.append(learned(ppo_rlhf.train(rlhf_args(**ONE_STEP))[1]))
+    for row, gradients in runs[1:]:
+        torch.testing.assert_close(gradients, runs[0][1], atol=1e-5, rtol=1e-4)
         assert row == pytest.approx(runs[0][0], rel=1e-3, abs=1e-5)

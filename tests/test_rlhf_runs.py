@@ -1,18 +1,17 @@
 """variants/ppo_rlhf.py: learning, logs, run folders, resuming, ranks."""
 
 import copy
+import json
 import os
 import re
 import signal
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, flags_of, scalars
+from conftest import ROOT, scalars
 from forks import exit_status, fork, two_ranks
-from rlhf import EOS, ppo_rlhf, rows, save, transformers
+from rlhf import EOS, ppo_rlhf, rows, save, stop_in_iteration, transformers
+from test_wandb import wait_for_records
 
 pytest_plugins = "rlhf_fixtures"
 
@@ -119,25 +118,24 @@ def test_metrics(rlhf_args, calls):
 
 
 def assert_same_learner(one, two):
-    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer", "kl_coef", "iteration"):
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer", "iteration"):
         torch.testing.assert_close(one[name], two[name], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("builtin", [False, True])
-def test_resumed_equals_uninterrupted(rlhf_args, builtin):
-    """Weights, optimisers, KL coefficient, random numbers and logs, to the last bit; a row that a kill left after the
-    checkpoint goes."""
-    changes = {"checkpoint_interval": 2, "kl_target": 0.05, "kl_horizon": 20.0}
+def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
+    """Weights, optimisers, random numbers and logs, to the last bit; a row after the checkpoint goes."""
+    changes = {"checkpoint_interval": 2}
     if builtin:
         changes |= {"model": None, "reward_model": None, "prompts": None}
     _, whole = ppo_rlhf.train(rlhf_args(**changes))
-    _, half = ppo_rlhf.train(rlhf_args(**changes), stop_signals=[15])
-    saved = ppo_rlhf.load_checkpoint(half)
-    assert saved["iteration"] == 1 and saved["kl_coef"] != 0.1
-    with open(half / "metrics.csv", "a") as file:
-        file.write("2,16,0.5,0.1,0.2")
-    saved["args"].resume = str(half)
-    ppo_rlhf.train(saved["args"])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_in_iteration(4, patch)
+        ppo_rlhf.train(rlhf_args(**changes))
+    (half,) = {*whole.parent.iterdir()} - {whole}
+    assert f"stopped; to continue: python ppo_rlhf.py --resume {half}\n" in capsys.readouterr().out
+    assert ppo_rlhf.load_checkpoint(half)["iteration"] == 2 and len(rows(half)) == 3
+    ppo_rlhf.train(resume=half)
     assert_same_learner(ppo_rlhf.load_checkpoint(half), ppo_rlhf.load_checkpoint(whole))
     one, two = ([{k: v for k, v in row.items() if "second" not in k} for row in rows(path)] for path in (half, whole))
     assert one == two
@@ -146,7 +144,8 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin):
 
 
 def test_kill_while_writing_a_checkpoint(rlhf_args, monkeypatch):
-    """The process dies with half of its second checkpoint written: the first is whole, and the run goes on from it."""
+    """The process dies with half of its second checkpoint written: the first is whole, with the actor that
+    transformers loads, and the run goes on from it."""
     args = rlhf_args(checkpoint_interval=2)
     original, calls = torch.save, []
 
@@ -164,31 +163,32 @@ def test_kill_while_writing_a_checkpoint(rlhf_args, monkeypatch):
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     saved = ppo_rlhf.load_checkpoint(run_dir)
     assert saved["iteration"] == 2
-    saved["args"].resume = str(run_dir)
-    ppo_rlhf.train(saved["args"])
+    actor = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
+    torch.testing.assert_close(actor.state_dict(), saved["actor"], atol=0, rtol=0)
+    ppo_rlhf.train(resume=run_dir)
     assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
-    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 4 and (run_dir / "actor").is_dir()
+    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 4
 
 
-def test_interrupt_saves(rlhf_args, tmp_path, monkeypatch):
-    """SIGTERM: the iteration under way is finished and saved."""
-    args = rlhf_args(total_episodes=10**5)
-    flags = flags_of(**{name: value for name, value in vars(args).items() if value is not None})
-    monkeypatch.setattr(sys, "argv", ["ppo_rlhf.py", *flags])
-    child, end = fork(ppo_rlhf.main, stderr=tmp_path / "stderr"), time.monotonic() + 60
-    runs_dir = Path(args.runs_dir)
-    while not any(path.read_text().count("\n") > 1 for path in runs_dir.glob("*/metrics.csv")):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    os.kill(child, signal.SIGTERM)
-    assert exit_status(child) == 128 + signal.SIGTERM
-    (run_dir,) = runs_dir.iterdir()
-    assert f"--resume {run_dir}" in (tmp_path / "stderr").read_text()
-    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == len(rows(run_dir)) and not (run_dir / "actor").exists()
+def test_wandb_gets_every_value_once_and_sample_answers(rlhf_args, offline_wandb):
+    """As a table of scores, prompts and answers, ten times in a run."""
+    _, run_dir = ppo_rlhf.train(rlhf_args(track=True, total_episodes=16))
+    history, settings = wait_for_records(run_dir, 2)
+    assert settings["name"] == run_dir.name and [row["global_step"] for row in history] == [8, 16]
+    logged = scalars(run_dir)
+    for name, points in logged.items():
+        assert [row[name] for row in history] == pytest.approx([value for _, value in points], nan_ok=True), name
+    tables = sorted((run_dir / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json"))
+    for path, row in zip(tables, rows(run_dir), strict=True):
+        table = json.loads(path.read_text())
+        assert table["columns"] == ["score", "prompt", "answer"] and len(table["data"]) == 8
+        assert {prompt for _, prompt, _ in table["data"]} <= {*ppo_rlhf.BUILTIN_PROMPTS}
+        mean = sum(score for score, *_ in table["data"]) / 8
+        assert mean == pytest.approx(float(row["charts/reward"]), rel=1e-5)
 
 
-def test_reward_that_is_not_finite(rlhf_args, models, tmp_path, capsys):
-    """One line, code 2; the last good iteration is saved and logged, and the run goes on from it. This reward model
+def test_reward_that_is_not_finite(rlhf_args, models, tmp_path):
+    """One line; the last good iteration is saved and logged, and the run goes on from it. This reward model
     fails on long texts; one of the prompts of iteration 3 is long."""
     tokenizer, _, reward_model = models
     broken = copy.deepcopy(reward_model)
@@ -199,26 +199,23 @@ def test_reward_that_is_not_finite(rlhf_args, models, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
     paths = {"prompts": str(tmp_path / "prompts.txt"), "reward_model": str(tmp_path / "reward")}
     args = rlhf_args(checkpoint_interval=1, **paths)
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(ppo_rlhf.UsageError, match="iteration 3: a score is NaN or infinite"):
         ppo_rlhf.train(args)
-    assert exit.value.code == 2 and "iteration 3: --reward-model gave NaN or infinity" in capsys.readouterr().err
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     saved = ppo_rlhf.load_checkpoint(run_dir)
     assert saved["iteration"] == 2 and len(rows(run_dir)) == 2
     assert all(x.isfinite().all() for x in saved["actor"].values())
     (tmp_path / "prompts.txt").write_text("how is the soup ?\n" * 24)  # repaired
-    saved["args"].resume = str(run_dir)
-    ppo_rlhf.train(saved["args"])
+    ppo_rlhf.train(resume=run_dir)
     assert len(rows(run_dir)) == 4
 
 
-def test_update_that_is_not_finite(rlhf_args, capsys):
+def test_update_that_is_not_finite(rlhf_args):
     """A critic with a huge learning rate: its weights are finite after the first step, after the second they are not.
     The checkpoint before is kept."""
     args = rlhf_args(checkpoint_interval=1, num_minibatches=1, ppo_epochs=1, critic_learning_rate=1e36)
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(ppo_rlhf.UsageError, match="iteration 2 gave NaN or infinity"):
         ppo_rlhf.train(args)
-    assert exit.value.code == 2 and "iteration 2 gave NaN or infinity" in capsys.readouterr().err
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     checkpoint = ppo_rlhf.load_checkpoint(run_dir)
     assert checkpoint["iteration"] == 1 and all(x.isfinite().all() for x in checkpoint["actor"].values())
@@ -246,10 +243,10 @@ def test_two_ranks_train_as_one(rlhf_args, tmp_path, monkeypatch):
         seen["scores"].append(get_scores(*given))
         return seen["scores"][-1]
 
-    def spy_on_gradients(loss, model, *given):
+    def spy_on_gradients(model, *given):
         if all(model is not other for other in trained):
             trained.append(model)
-        return apply_gradient(loss, model, *given)
+        return apply_gradient(model, *given)
 
     def train(rank):
         actor, run_dir = ppo_rlhf.train(rlhf_args(total_episodes=16))

@@ -7,75 +7,60 @@
 # ///
 """Proximal Policy Optimization (PPO) on a language model, from the scores of a reward model (RLHF), in one file.
 
-    python variants/ppo_rlhf.py                                # the built-in task: no download, minutes on one core
-    python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt   # models of transformers
-    python variants/ppo_rlhf.py --resume runs/NAME             # go on after Ctrl-C, a kill or a crash
-    python variants/ppo_rlhf.py --evaluate runs/NAME           # answers of the trained actor, their scores and KL
-    torchrun --nproc-per-node 4 variants/ppo_rlhf.py           # train in four processes, a quarter of the prompts each
+    python variants/ppo_rlhf.py                         # the built-in task: no download, minutes on one core
+    python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt             # models of transformers
+    python variants/ppo_rlhf.py --model A --reward my_rewards:score --prompts prompts.txt    # a Python function scores
+    python variants/ppo_rlhf.py --resume runs/NAME      # continue a run, also after a kill
+    python variants/ppo_rlhf.py --evaluate runs/NAME    # answers of the trained actor, their scores and KL
+    torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
-Four models, as in DeepSpeed-Chat. Actor and reference begin as the supervised language model; only the actor learns.
-Critic and reward model begin as the reward model; only the critic learns. An answer is an episode. A token is an
-action, and so is the end-of-sequence token (EOS) that the actor samples.
+Four models, as in DeepSpeed-Chat: actor and reference begin as the supervised language model, critic and reward model
+as the reward model. Actor and critic learn. An answer is an episode. A token is an action; so is the end token.
 
-Choices, where implementations differ:
- 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer, EOS or the one
-    at the limit, gets the clipped score on top. DeepSpeed-Chat puts it one token later if the answer is short.
- 2. An answer ends at its first EOS. The padding token plays no part: it may be the EOS (GPT-2).
- 3. Advantages by GAE within the answer (gamma 1, lambda 0.95). What follows an answer has the value 0. --norm-adv
-    normalises the advantages of each minibatch.
- 4. Losses are means over the tokens of a minibatch: a long answer weighs more. Policy and value are clipped.
-    Processes weigh the same, however many tokens each has (DeepSpeed).
- 5. Actor and critic have an Adam each, with betas (0.9, 0.95). Learning rates fall linearly, without a warm-up.
- 6. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
-    cache: the probability ratio is 1 in the first minibatch of an iteration.
- 7. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only: the
-    losses still use the full distribution.
- 8. No answer is dropped. --min-response-length trains on no shorter ones. DeepSpeed-Chat drops those below 2 tokens,
-    where an EOS that is the padding does not count.
- 9. kl_coef is fixed. --kl-target makes it follow the KL (Ziegler et al. 2019).
-10. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16, and frozen models
-    store their matrices so. Values and scores stay float32. Logits are rounded to bfloat16. Those of GPT-2 are near
-    -100, where its steps are 0.5 (--no-bf16 avoids that).
+Where implementations differ, this one does as follows (docs/rlhf.md has more, and the names of others):
+1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer, also at the
+   limit, gets the clipped score on top. DeepSpeed-Chat puts it one token later if the answer is short.
+2. An answer ends at its first end token. Padding plays no part, so it may be the end token (GPT-2).
+3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
+4. Losses are means over the tokens of a minibatch: a long answer weighs more. Policy and value are clipped.
+5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
+   cache, so the first minibatch of an iteration has probability ratio 1.
+6. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only.
+7. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16.
 
-In reading order: Args, models, advantages and losses, train. The services below `train` hold no PPO.
-Shapes: B = answers of a process in an iteration, M = answers of a minibatch, P = longest prompt, R = longest answer,
-L = P + R, V = vocabulary; in the losses, (M,) are the trained tokens of a minibatch. Prompts are padded on the left,
-answers on the right: all answers begin in column P.
-Sibling: ../ppo_continuous.py. Functions that both have are the same text.
+Shapes: B = answers of a process in an iteration, M = answers of a minibatch, S = answers of a micro-batch, P = longest
+prompt, R = longest answer, L = P + R, V = vocabulary; (tokens,) are the trained tokens of a micro-batch. Prompts are
+padded on the left, answers on the right: all answers begin in column P.
 """
 
+import argparse
 import contextlib
 import copy
 import dataclasses
 import json
 import math
 import os
+import pkgutil
 import random
 import re
-import signal
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import transformers
 import tyro
 from filelock import FileLock, Timeout
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 __version__ = "1.0.dev0"
-
-try:
-    import tokenizers
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-except ImportError as error:
-    print(f"ppo_rlhf.py: error: {error}: pip install -r variants/requirements.txt", file=sys.stderr)
-    raise SystemExit(2) from None
 
 
 @dataclasses.dataclass
@@ -86,8 +71,6 @@ class Args:  # the comments are what --help prints
     seed: int = 1  # seed of sampling and of the order of prompts; of the built-in task's models too
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
     checkpoint_interval: int = 20  # iterations between checkpoints; the last iteration is always saved
-    resume: str | None = None  # run folder to continue; its arguments apply, except those given again
-    evaluate: str | None = None  # run folder whose actor answers --eval-episodes prompts, without learning
     eval_episodes: int = 256  # answers that --evaluate asks for
     eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
     track: bool = False  # log to Weights & Biases too
@@ -96,7 +79,8 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier: --model's tokenizer, one output from a layer `score`
-    prompts: str | None = None  # file with a prompt per line, in .jsonl {"prompt": "..."}; no chat template is applied
+    reward: str | None = None  # in its place module:function(prompts, answers) -> scores, lists of one length
+    prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or messages for the chat template}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
@@ -110,6 +94,7 @@ class Args:  # the comments are what --help prints
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
+    micro_batch_size: int | None = None  # answers in memory at once; gradients add up. None: the whole minibatch
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
@@ -120,20 +105,18 @@ class Args:  # the comments are what --help prints
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     vf_clip_coef: float | None = 0.2  # take the larger of the value errors with and without this clip; None: unclipped
     clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
-    kl_coef: float = 0.1  # weight of the KL penalty; where it starts with --kl-target
-    kl_target: float | None = None  # move kl_coef so that the KL per answer, in nats, nears this (try 6); None: fixed
-    kl_horizon: float = 10_000  # answers in which --kl-target may change kl_coef by at most about 20%
+    kl_coef: float = 0.1  # weight of the KL penalty in the reward
     max_grad_norm: float = 1.0  # upper bound on the norm of each model's gradient; 0: none
 
 
 # ============================================================================================================== models
 
 
-def join_answers(prompt_ids, prompt_mask, answers, eos_token_id):
+def join_answers(prompt_ids, prompt_mask, answers, end_tokens):
     """Prompts (B, P) and answers (B, R) -> sequences and attention mask (B, L), and which tokens of the answers are
-    actions (B, R) bool: all up to the first EOS, and this EOS. What follows is padding, whatever its id."""
-    is_eos = (answers == eos_token_id).long()
-    mask = is_eos.cumsum(-1) - is_eos == 0  # no EOS before this token
+    actions (B, R) bool: all up to the first end token, and this one. What follows is padding, whatever its id."""
+    is_end = torch.isin(answers, torch.as_tensor(end_tokens, device=answers.device)).long()
+    mask = is_end.cumsum(-1) - is_end == 0  # no end token before this one
     return torch.cat([prompt_ids, answers], 1), torch.cat([prompt_mask, mask.long()], 1), mask
 
 
@@ -143,7 +126,8 @@ def generate(actor, tokenizer, prompts, do_sample=True):
     # Nothing attends to padding: any token will do.
     prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.eos_token_id))
     sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
-    return join_answers(prompt_ids, prompt_mask, sequences[:, prompt_ids.shape[1] :], tokenizer.eos_token_id)
+    answers = sequences[:, prompt_ids.shape[1] :]
+    return join_answers(prompt_ids, prompt_mask, answers, actor.generation_config.eos_token_id)
 
 
 def model_inputs(sequences, attention_mask):
@@ -152,17 +136,20 @@ def model_inputs(sequences, attention_mask):
     return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
 
 
-def gather_log_probs(logits, labels):
-    """Log-probabilities (...) of the tokens labels (...) under logits (..., V)."""
-    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+def log_probs_and_entropy(logits, labels):
+    """Log-probabilities of the tokens labels (...) under logits (..., V), and the entropies of all tokens (...)."""
+    all_log_probs = logits.log_softmax(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(all_log_probs.exp()).sum(-1)
+    return all_log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def get_log_probs(model, sequences, attention_mask, mask, temperature):
-    """Log-probability of every token of the answers (B, R), and the logits that it is from (B, R, V). mask gives R."""
+    """Log-probability of every token of the answers, and the entropy of its distribution; (B, R). mask gives R."""
     R = mask.shape[1]
     logits = model(**model_inputs(sequences, attention_mask), logits_to_keep=R + 1).logits
     logits = logits[:, -R - 1 : -1].float() / temperature  # logits at position t are for token t + 1
-    return gather_log_probs(logits, sequences[:, -R:]), logits
+    return log_probs_and_entropy(logits, sequences[:, -R:])
 
 
 def score_tokens(model, sequences, attention_mask):
@@ -183,6 +170,16 @@ def get_scores(reward_model, sequences, attention_mask, mask):
     return score_tokens(reward_model, sequences, attention_mask)[:, -mask.shape[1] :].gather(1, last).squeeze(1)
 
 
+def score_answers(args, reward_model, answers, texts, size):
+    """Scores (B,) of answers, by --reward from their texts [(prompt, answer), ...] or by the model, size at once."""
+    if args.reward is None:
+        return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in answers))])
+    scores = torch.tensor(pkgutil.resolve_name(args.reward)(*map(list, zip(*texts))), dtype=torch.float32)
+    if scores.shape != (len(texts),):
+        raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)} for {len(texts)} answers")
+    return scores.to(answers[0].device)
+
+
 # ================================================================================================ advantages and losses
 
 
@@ -195,20 +192,18 @@ def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016). All (T, N) -> advantages, returns (T, N).
+    """Generalized advantage estimation (Schulman et al. 2016). Tensors (T, N) -> advantages, returns (T, N).
 
-    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. If both are set, it
-    terminated. next_values[t] is the value of the observation after transition t. After a truncation this is the final
-    observation of the episode. After a termination next_values[t] is not used."""
+    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
+    value of the observation after transition t. After a truncation that is the episode's final observation."""
     # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
-    advantage_rows, decay_rows = advantages.unbind(), decays.unbind()  # views: indexing (T, N) tensors costs more
     for t in reversed(range(len(deltas) - 1)):
-        advantage_rows[t].addcmul_(decay_rows[t], advantage_rows[t + 1])
+        advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
 
@@ -240,23 +235,16 @@ def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
     return 0.5 * errors.mean()
 
 
-def apply_gradient(loss, model, optimizer, max_grad_norm):
-    """One step of one model on the gradient of its loss, averaged over ranks."""
-    optimizer.zero_grad()
-    loss.backward()
+def apply_gradient(model, optimizer, max_grad_norm):
+    """One step of a model on the gradients that its losses have left, averaged over ranks."""
     for parameter in model.parameters():
-        if parameter.grad is not None:  # some models have parameters that take no part
+        if parameter.requires_grad:
+            if parameter.grad is None:  # it took no part, or no answer of this rank is long enough
+                parameter.grad = torch.zeros_like(parameter)
             average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
-        clip_grad_norm_(model.parameters(), max_grad_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
-
-
-def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, episodes):
-    """Raise or lower the coefficient by about 20% at most in kl_horizon answers, in proportion to how far the KL per
-    answer is from its target (Ziegler et al. 2019, section 2.2)."""
-    error = min(max(kl / kl_target - 1, -0.2), 0.2)  # relative, at most 20%
-    return kl_coef * (1 + error * min(episodes / kl_horizon, 1.0))
 
 
 def explained_variance(values, returns):
@@ -268,217 +256,193 @@ def explained_variance(values, returns):
 # =============================================================================================================== train
 
 
-def train(args, stop_signals=()):
+def train(args=None, resume=None):
     """Train an actor. Returns it and its run folder, which is None on ranks above 0.
 
-    stop_signals: a list that a signal handler appends to. The iteration under way is then the last, and is saved."""
+    resume: the run folder to continue. args, if given, replace all its settings."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    rank, num_ranks = 0, 1
-    if dist.is_torchelastic_launched():  # by torchrun: this is process `rank` of num_ranks
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    check_args(args, num_ranks)
+    args = args or (load_args(resume) if resume else Args())
+    device, rank, num_ranks = start_device(args)
+    check(args, num_ranks)
     B, num_iterations = args.batch_size // num_ranks, args.total_episodes // args.batch_size
     M = B // args.num_minibatches
+    S = args.micro_batch_size or M  # answers in one forward and backward pass
 
-    torch.manual_seed(args.seed)
-    device = start_device(args)
-    on_cuda = device.type == "cuda"
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
-    tokenizer, reference, reward_model = make_models(args, device)
-    prompts = load_prompts(args, tokenizer, reference, reward_model)
-    for parameter in [*reference.parameters(), *reward_model.parameters()]:
-        average_over_ranks(parameter)  # equal on all ranks: processors may round the built-in models differently
-    actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
-    checkpointing = on_cuda and args.gradient_checkpointing
-    if checkpointing:
-        actor.gradient_checkpointing_enable()
-        critic.gradient_checkpointing_enable()
-    actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
-    critic_optimizer = torch.optim.Adam(critic.parameters(), betas=(0.9, 0.95))
-    actor_lr, critic_lr = args.actor_learning_rate, args.critic_learning_rate
-    if actor_lr is None:  # large trained models need smaller steps
-        actor_lr = 5e-4 if args.model is None else 1e-5
-    if critic_lr is None:
-        critic_lr = 1e-3 if args.model is None else 5e-6
-    learners = {"actor": actor, "critic": critic}  # a checkpoint holds their state
-    learners |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
-    last_iteration, seconds, kl_coef = restore(args, learners) if args.resume else (0, 0.0, args.kl_coef)
+    with contextlib.ExitStack() as cleanup:  # even after an error
+        if args.model is None:  # the models of the built-in task are too small for more threads
+            cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        torch.manual_seed(args.seed)
+        on_cuda = device.type == "cuda"
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
+        tokenizer, reference, reward_model = make_models(args, device, resume)
+        prompts = load_prompts(args, tokenizer, reference, reward_model)
+        for parameter in [*reference.parameters(), *reward_model.parameters()]:
+            average_over_ranks(parameter)  # equal on all ranks: processors may round the built-in models differently
+        actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
+        checkpointing = on_cuda and args.gradient_checkpointing
+        for model in (actor, critic) if checkpointing else ():
+            model.gradient_checkpointing_enable()
+        actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
+        critic_optimizer = torch.optim.Adam(critic.parameters(), betas=(0.9, 0.95))
+        default_lrs = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)  # trained models need smaller steps
+        actor_lr = default_lrs[0] if args.actor_learning_rate is None else args.actor_learning_rate
+        critic_lr = default_lrs[1] if args.critic_learning_rate is None else args.critic_learning_rate
+        end_tokens = torch.tensor(actor.generation_config.eos_token_id, device=device)
+        learners = {"actor": actor, "critic": critic}  # a checkpoint holds their state
+        learners |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
 
-    run = Run(args, rank, last_iteration, seconds, device)
-    if args.model is None and not args.resume:  # --resume and --evaluate read them
-        run.save_model(reference, tokenizer, "supervised")
-        run.save_model(reward_model, tokenizer, "reward")
-    if on_cuda and args.bf16:
-        store_in_bfloat16(reference, reward_model)
+        run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations, device, resume, rank)))
+        for name, learner in learners.items() if resume else ():
+            learner.load_state_dict(run.checkpoint.pop(name))
+        if args.model is None and not resume:  # --resume and --evaluate read them
+            run.save_model(reference, tokenizer, "supervised")
+            run.save_model(reward_model, tokenizer, "reward")
+        if on_cuda and args.bf16:
+            store_in_bfloat16(reference, reward_model)
 
-    for iteration in range(last_iteration + 1, num_iterations + 1):
-        # A seed for every iteration: a resumed run draws the same numbers. Other ranks draw others.
-        torch.manual_seed(int(np.random.SeedSequence([args.seed, rank, iteration]).generate_state(1)[0]))
-        remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
-        actor_optimizer.param_groups[0]["lr"] = actor_lr * (remaining if args.anneal_lr else 1.0)
-        critic_optimizer.param_groups[0]["lr"] = critic_lr * (remaining if args.anneal_lr else 1.0)
+        for iteration in range(run.iteration + 1, num_iterations + 1):
+            # A seed for every iteration: a resumed run draws the same numbers. Other ranks draw others.
+            torch.manual_seed(int(np.random.SeedSequence([args.seed, rank, iteration]).generate_state(1)[0]))
+            remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
+            actor_optimizer.param_groups[0]["lr"] = actor_lr * (remaining if args.anneal_lr else 1.0)
+            critic_optimizer.param_groups[0]["lr"] = critic_lr * (remaining if args.anneal_lr else 1.0)
 
-        # ---------------------------------------------------------------------------------------------------- rollout
-        start_time = time.time()
-        place = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of an iteration
-        iteration_prompts = draw_prompts(prompts, place, B, args.seed)
-        actor.eval(), critic.eval()
-        with autocast:
-            sequences, attention_mask, mask = generate(actor, tokenizer, iteration_prompts)  # (B, L), (B, L), (B, R)
-        rollout_time = time.time()
-        # In minibatches, as in the update, to need no more memory.
-        parts = []
-        with torch.no_grad(), autocast:
-            for part in zip(*(x.split(M) for x in (sequences, attention_mask, mask))):
-                log_probs, ref_log_probs = (get_log_probs(x, *part, args.temperature)[0] for x in (actor, reference))
-                values, scores = get_values(critic, *part), get_scores(reward_model, *part)
-                parts.append((log_probs, ref_log_probs, values, scores))
-        log_probs, ref_log_probs, values, scores = (torch.cat(x) for x in zip(*parts))  # scores (B,), others (B, R)
-        if not scores.isfinite().all():
-            fail(f"iteration {iteration}: --reward-model gave NaN or infinity; the last checkpoint is kept")
+            # ------------------------------------------------------------------------------------------------ rollout
+            start_time = time.time()
+            place = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of an iteration
+            iteration_prompts = draw_prompts(prompts, place, B, args.seed)
+            actor.eval()
+            critic.eval()
+            with autocast:
+                answers = generate(actor, tokenizer, iteration_prompts)
+            sequences, attention_mask, mask = answers  # (B, L), (B, L), (B, R)
+            rollout_time = time.time()
+            parts = []
+            with torch.no_grad(), autocast:
+                for part in zip(*(x.split(S) for x in answers)):
+                    log_probs, _ = get_log_probs(actor, *part, args.temperature)
+                    ref_log_probs, _ = get_log_probs(reference, *part, args.temperature)
+                    parts.append((log_probs, ref_log_probs, get_values(critic, *part)))
+                texts = decode(tokenizer, iteration_prompts, sequences, mask)
+                scores = score_answers(args, reward_model, answers, texts, S)  # (B,)
+            log_probs, ref_log_probs, values = (torch.cat(x) for x in zip(*parts))  # (B, R)
+            if not scores.isfinite().all():
+                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; the last checkpoint is kept")
 
-        # ------------------------------------------------------------------------------------------------- advantages
-        kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # summed per answer, its mean estimates the KL
-        rewards = compute_rewards(kl, scores, mask, kl_coef, args.clip_reward)
-        advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)  # (B, R)
-        trained = mask & (mask.sum(-1, keepdim=True) >= args.min_response_length)  # (B, R)
+            # --------------------------------------------------------------------------------------------- advantages
+            kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # summed per answer, its mean estimates the KL
+            rewards = compute_rewards(kl, scores, mask, args.kl_coef, args.clip_reward)
+            advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)  # (B, R)
+            trained = mask & (mask.sum(-1, keepdim=True) >= args.min_response_length)  # (B, R)
 
-        # ----------------------------------------------------------------------------------------------------- update
-        update_time, all_metrics = time.time(), []
-        actor.train(checkpointing), critic.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
-        for _ in range(args.ppo_epochs):
-            permutation = torch.randperm(B).to(device)
-            tensors = (sequences, attention_mask, mask, trained, log_probs, values, advantages, returns)
-            b_tensors = [x[permutation] for x in tensors]  # (B, ...)
-            for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
-                mb_inputs, mb_trained = minibatch[:3], minibatch[3]
-                # Only trained tokens count, in losses as in metrics: (tokens,)
-                mb_log_probs, mb_values, mb_advantages, mb_returns = (x[mb_trained] for x in minibatch[4:])
-                if args.norm_adv and len(mb_advantages) > 1:  # one sample has no standard deviation
-                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-                with autocast:
-                    new_log_probs, logits = get_log_probs(actor, *mb_inputs, args.temperature)
-                log_ratio = new_log_probs[mb_trained] - mb_log_probs  # 0 in the first minibatch of an iteration
-                policy_loss = clipped_policy_loss(log_ratio, mb_advantages, args.clip_coef)
-                apply_gradient(policy_loss, actor, actor_optimizer, args.max_grad_norm)
-                with autocast:
-                    new_values = get_values(critic, *mb_inputs)[mb_trained]
-                value_loss = clipped_value_loss(new_values, mb_values, mb_returns, args.vf_clip_coef)
-                apply_gradient(value_loss, critic, critic_optimizer, args.max_grad_norm)
-                with torch.no_grad():
-                    policy = torch.distributions.Categorical(logits=logits[mb_trained], validate_args=False)
-                    metrics = {
-                        "policy_loss": policy_loss,
-                        "value_loss": value_loss,
-                        "values": new_values.mean(),
-                        "entropy": policy.entropy().mean(),
-                        # Two estimates of KL(old, new): k3, never below 0, and k1.
-                        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),
-                        "old_approx_kl": -log_ratio.mean(),
-                        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
-                    }
-                all_metrics.append({name: metric.detach() for name, metric in metrics.items()})
-        if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
-            fail(f"the update of iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
+            # ------------------------------------------------------------------------------------------------- update
+            update_time = time.time()
+            names = "policy_loss", "value_loss", "values", "entropy", "approx_kl", "old_approx_kl", "clipfrac"
+            metrics, num_minibatches = torch.zeros(len(names), device=device), 0
+            actor.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
+            critic.train(checkpointing)
+            for _ in range(args.ppo_epochs):
+                for minibatch in torch.randperm(B).to(device).split(M):  # (M,) numbers of answers
+                    num_tokens = trained[minibatch].sum()
+                    if average_over_ranks(num_tokens.float()) == 0:  # no answer is long enough
+                        continue
+                    mb_advantages = advantages[minibatch]  # (M, R)
+                    if args.norm_adv and num_tokens > 1:  # one sample has no standard deviation
+                        kept = mb_advantages[trained[minibatch]]
+                        mb_advantages = (mb_advantages - kept.mean()) / (kept.std() + 1e-8)
+                    actor_optimizer.zero_grad()
+                    critic_optimizer.zero_grad()
+                    for part, part_advantages in zip(minibatch.split(S), mb_advantages.split(S)):
+                        inputs, used = (sequences[part], attention_mask[part], mask[part]), trained[part]
+                        if not used.any():
+                            continue
+                        weight = used.sum() / num_tokens  # losses are means over the tokens of the minibatch
+                        # Only trained tokens count, in losses as in metrics: (tokens,)
+                        with autocast:
+                            new_log_probs, entropy = (x[used] for x in get_log_probs(actor, *inputs, args.temperature))
+                        log_ratio = new_log_probs - log_probs[part][used]  # 0 in the first minibatch of an iteration
+                        policy_loss = clipped_policy_loss(log_ratio, part_advantages[used], args.clip_coef)
+                        (weight * policy_loss).backward()
+                        with autocast:
+                            new_values = get_values(critic, *inputs)[used]
+                        old_values, targets = values[part][used], returns[part][used]
+                        value_loss = clipped_value_loss(new_values, old_values, targets, args.vf_clip_coef)
+                        (weight * value_loss).backward()
+                        with torch.no_grad():
+                            k1, k3 = -log_ratio.mean(), (log_ratio.expm1() - log_ratio).mean()  # of KL(old, new)
+                            clipfrac = (log_ratio.expm1().abs() > args.clip_coef).float().mean()
+                            losses = policy_loss, value_loss, new_values.mean(), entropy.mean(), k3, k1, clipfrac
+                            metrics += weight * torch.stack(losses)
+                    apply_gradient(actor, actor_optimizer, args.max_grad_norm)
+                    apply_gradient(critic, critic_optimizer, args.max_grad_norm)
+                    num_minibatches += 1
+            if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
+                raise UsageError(f"iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
 
-        # ------------------------------------------------------------------------------------------------ log and save
-        ended = (mask & (sequences[:, -mask.shape[1] :] == tokenizer.eos_token_id)).any(-1)
-        scalars = {
-            "charts/reward": scores.mean(),
-            "charts/kl": kl.sum(-1).mean(),  # KL(actor, reference) in nats per answer, by k1
-            "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3: of less variance, never below 0
-            "charts/response_length": mask.sum(-1).float().mean(),
-            "charts/ended": ended.float().mean(),  # share of answers that end with EOS
-            **{f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in metrics},
-            "losses/explained_variance": explained_variance(values[mask], returns[mask]),
-        }
-        texts = decode(tokenizer, iteration_prompts, sequences, mask)
-        if args.model is None:
-            task_scores = [task_score(answer) for _, answer in texts]
-            scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
-        # Times num_ranks, because the loop below takes the mean. The update also counts prompts, once per epoch.
-        num_tokens = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
-        times = rollout_time - start_time, time.time() - update_time
-        scalars["charts/generated_tokens_per_second"] = num_tokens[0] / times[0]
-        scalars["charts/trained_tokens_per_second"] = num_tokens[1] / times[1]
-        for value in scalars.values():
-            average_over_ranks(value)
-        scalars["charts/kl_coef"], scalars["charts/learning_rate"] = kl_coef, actor_optimizer.param_groups[0]["lr"]
-        if args.kl_target is not None:
-            kl = scalars["charts/kl"].item()
-            kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, args.batch_size)
-        run.log(iteration, scalars, list(zip(scores.tolist(), texts))[:4])
-        # On any rank; read once, so that all ranks agree.
-        stopped = average_over_ranks(torch.tensor(float(bool(stop_signals)), device=device)) > 0
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations or stopped:
-            run.save(iteration, learners, kl_coef)
-        if stopped:
-            break
-    else:  # no break: all iterations are done
-        run.save_model(actor, tokenizer, "actor")
-
-    run.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return actor, run.dir
+            # -------------------------------------------------------------------------------------------- log and save
+            ended = mask & torch.isin(sequences[:, -mask.shape[1] :], end_tokens)
+            scalars = {
+                "charts/reward": scores.mean(),
+                "charts/kl": kl.sum(-1).mean(),  # KL(actor, reference) in nats per answer, by k1
+                "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3: of less variance, never below 0
+                "charts/response_length": mask.sum(-1).float().mean(),
+                "charts/ended": ended.any(-1).float().mean(),  # share of answers that end with an end token
+                **{f"losses/{name}": metric / num_minibatches for name, metric in zip(names, metrics)},
+                "losses/explained_variance": explained_variance(values[mask], returns[mask]),
+            }
+            if args.model is None:
+                task_scores = [task_score(answer) for _, answer in texts]
+                scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
+            # Times num_ranks, because the loop below takes the mean. The update also counts prompts, once per epoch.
+            num_tokens = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
+            scalars["charts/generated_tokens_per_second"] = num_tokens[0] / (rollout_time - start_time)
+            scalars["charts/trained_tokens_per_second"] = num_tokens[1] / (time.time() - update_time)
+            for value in scalars.values():
+                average_over_ranks(value)
+            scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
+            run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
+            if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
+                run.save(learners)
+                run.save_model(actor, tokenizer, "actor")
+        return actor, run.dir
 
 
 # =============================================================================== services: no PPO from here to the end
 
 
-class Failure(ValueError, SystemExit):  # callers of `train` can catch a ValueError; a command ends with status 2
-    code = 2
+class UsageError(ValueError):
+    """An error that users can fix. `main` prints it in one line and exits with 2."""
 
 
-def fail(message):
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise Failure(message)
-
-
-def parse_args(argv=None, default=None):
-    """Command line -> Args. Takes what `wandb sweep` sends too, as --x=True and --x False; 1e6 and 1M are integers."""
-    # One word a line, so that ^ and $ are its ends: --x=True -> --x, --x=False -> --no-x, 1e6 and 1M -> 1000000.
-    text = "\n".join(sys.argv[1:] if argv is None else argv)
-    text = re.sub(r"(?im)^--([^=\n]+)[=\n]true$", r"--\1", text)
-    text = re.sub(r"(?im)^--([^=\n]+)[=\n]false$", r"--no-\1", text)
-    whole_number = r"(?m)^(--[^=\n]+[=\n])(\d+\.0*|\d+\.?\d*([eE]\+?\d+|M))$"
-    text = re.sub(whole_number, lambda match: f"{match[1]}{float(match[2].replace('M', 'e6')):.17g}", text)
-    return tyro.cli(Args, args=text.splitlines(), default=default, description=__doc__.split("\n\nChoices")[0])
-
-
-def check_args(args, num_ranks=1):
-    """Refuse arguments that cannot work, before anything is created."""
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        low = 1 if field.type is int and field.name not in ("seed", "top_k") else 0
-        low = 1e-4 if field.name in ("temperature", "kl_target", "kl_horizon") else low
-        high = 1 if field.name in ("gamma", "gae_lambda", "top_p") else math.inf
-        if isinstance(value, (int, float)) and not (low <= value <= high and math.isfinite(value)):
-            fail(f"--{field.name.replace('_', '-')} must be a finite number from {low} to {high}, not {value}")
-    if len({args.model is None, args.reward_model is None, args.prompts is None}) > 1:
-        fail("--model, --reward-model and --prompts are given together, or none of them (the built-in task)")
+def check(args, num_ranks):
+    """Check what belongs together, before anything is created."""
+    given = [args.model, args.prompts, args.reward_model or args.reward]
+    if any(given) != all(given) or (args.reward_model and args.reward):
+        raise UsageError("give --model, --prompts and either --reward-model or --reward; or none (the built-in task)")
+    if args.reward:
+        pkgutil.resolve_name(args.reward)  # fails now, not after the first answers
     if args.batch_size % (parts := num_ranks * args.num_minibatches):
-        fail(f"--batch-size {args.batch_size} must be a multiple of num_minibatches * processes = {parts}")
+        raise UsageError(f"--batch-size must be a multiple of num_minibatches * processes = {parts}")
     if args.min_response_length > args.response_length:
-        fail(f"--min-response-length {args.min_response_length} is above --response-length {args.response_length}")
+        raise UsageError("--min-response-length is above --response-length: no answer would be trained on")
     if args.total_episodes < args.batch_size:
-        fail(f"--total-episodes {args.total_episodes} is below --batch-size {args.batch_size}")
+        raise UsageError(f"--total-episodes must be at least batch_size = {args.batch_size}")
 
 
 def start_device(args):
-    """The device of this process. Under torchrun it also meets the other ranks, by gloo on CPUs and NCCL on GPUs."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    if dist.is_torchelastic_launched():
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    """-> device, rank, num_ranks. Under torchrun the processes (ranks) meet, through NCCL on GPUs and gloo on CPUs."""
+    device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
+        torch.cuda.set_device(device)
         # Padding on the left attends to nothing, for which cuDNN's attention gives NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if args.model is None:
-        torch.set_num_threads(1)  # the models of the built-in task are too small for more
-    return device
+    if not dist.is_torchelastic_launched():
+        return device, 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device, dist.get_rank(), dist.get_world_size()
 
 
 def average_over_ranks(x):
@@ -509,13 +473,6 @@ def task_score(answer):
     return sum(judgements) / len(judgements)
 
 
-def demonstrate(generator):
-    """The answer of a writer: one to three judgements, each good or bad with the same probability."""
-    words = generator.choices(GOOD + BAD, k=generator.choice((1, 2, 3)))
-    judgements = [f"{generator.choice(ADVERBS)} {word}" if generator.random() < 0.5 else word for word in words]
-    return f"it is {' and '.join(judgements)} ."
-
-
 def make_builtin_models(args):
     """Tokenizer, language model and reward model of the built-in task, trained on the same demonstrations."""
     words = " ".join([*BUILTIN_PROMPTS, "it is and .", *ADVERBS, *GOOD, *BAD]).split()
@@ -535,7 +492,11 @@ def make_builtin_models(args):
     optimizer = torch.optim.Adam([*model.parameters(), *reward_model.parameters()])
     for step in tqdm(range(args.supervised_steps), "supervised training", disable=None):
         prompts = generator.choices(BUILTIN_PROMPTS, k=64)
-        answers = [demonstrate(generator) for _ in prompts]
+        answers = []
+        for _ in prompts:  # one to three judgements, each good or bad with the same probability
+            words = generator.choices(GOOD + BAD, k=generator.choice((1, 2, 3)))
+            words = [f"{generator.choice(ADVERBS)} {word}" if generator.random() < 0.5 else word for word in words]
+            answers.append(f"it is {' and '.join(words)} .")
         prompt_ids, prompt_mask = pad_left([tokenizer(prompt).input_ids for prompt in prompts], 0)
         rows = [torch.tensor(tokenizer(answer).input_ids + [0]) for answer in answers]
         batch = join_answers(prompt_ids, prompt_mask, nn.utils.rnn.pad_sequence(rows, batch_first=True), 0)
@@ -548,47 +509,51 @@ def make_builtin_models(args):
     return tokenizer, model, reward_model
 
 
-def load_model(kind, name):
-    """A model of transformers, float32 and without dropout or other noise, and its tokenizer; kind: an Auto class"""
-    try:
-        config = AutoConfig.from_pretrained(name)
-        text_config = config.get_text_config()  # nested where a model takes images too
-        for key, value in text_config.to_dict().items():
-            # attention_dropout, resid_pdrop, router_jitter_noise, ...: every architecture has its own names
-            if ("drop" in key or "jitter" in key) and isinstance(value, float):
-                setattr(text_config, key, 0.0)
-        model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except Exception as error:  # not found, no network, another kind of model, damaged: each raises something else
-        fail(f"cannot load {name} with transformers: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    if info["missing_keys"]:
-        fail(f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(info['missing_keys'])}")
-    return model, tokenizer
+def load_model(kind, name, new_layer=None):
+    """A model of transformers, float32 and without dropout or other noise, and its tokenizer. kind: an Auto class;
+    new_layer: a parameter that the files may lack"""
+    config = AutoConfig.from_pretrained(name)
+    text_config = config.get_text_config()  # nested where a model takes images too
+    for key, value in text_config.to_dict().items():
+        # attention_dropout, resid_pdrop, router_jitter_noise, ...: every architecture has its own names
+        if ("drop" in key or "jitter" in key) and isinstance(value, float):
+            setattr(text_config, key, 0.0)
+    if new_layer:
+        config.num_labels = 1
+    model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
+    if missing := set(info["missing_keys"]) - {new_layer}:
+        raise UsageError(f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(missing)}")
+    model.config.dtype = config.dtype or torch.float32  # of the files: save_model writes it again
+    return model, AutoTokenizer.from_pretrained(name, padding_side="left")
 
 
-def make_models(args, device):
-    """Tokenizer, reference and reward model, frozen. --resume and --evaluate read built-in ones from the run folder."""
+def make_models(args, device, run_dir=None):
+    """Tokenizer, reference and reward model, frozen. With --reward, the latter is only what the critic begins as: the
+    language model with a layer of zeros. run_dir: --resume and --evaluate read built-in models from there."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    run_dir = args.resume or args.evaluate
     if args.model is None and run_dir is None:
         tokenizer, reference, reward_model = make_builtin_models(args)
     else:
-        name, reward_name = args.model or Path(run_dir, "supervised"), args.reward_model or Path(run_dir, "reward")
+        folder = Path(run_dir or "")
+        name, reward_name = args.model or folder / "supervised", args.reward_model or folder / "reward"
         reference, tokenizer = load_model(AutoModelForCausalLM, name)
-        reward_model, reward_tokenizer = load_model(AutoModelForSequenceClassification, reward_name)
+        source = (name, "score.weight") if args.reward else (reward_name,)
+        reward_model, reward_tokenizer = load_model(AutoModelForSequenceClassification, *source)
         size, reward_size = (model.config.get_text_config().vocab_size for model in (reference, reward_model))
         if reward_tokenizer.get_vocab() != tokenizer.get_vocab() or size > reward_size:
-            fail(f"--reward-model {reward_name} has another vocabulary than --model {name}: both need one tokenizer")
+            raise UsageError(f"--reward-model {reward_name} and --model {name} need one vocabulary and tokenizer")
         if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1:
-            fail(f"--reward-model {reward_name} has no layer `score` with one output")
+            raise UsageError(f"{source[0]}, loaded as a classifier, has no layer `score` with one output")
+        if args.reward:
+            nn.init.zeros_(reward_model.score.weight)
         if tokenizer.eos_token_id is None:
-            fail(f"the tokenizer of --model {name} has no EOS token: no answer could end")
-        if args.reward_model and reward_model.config.pad_token_id == tokenizer.eos_token_id:
-            print(f"{reward_name} pads with EOS: scores are read at the EOS, transformers' classifier reads before it")
+            raise UsageError(f"the tokenizer of --model {name} has no EOS token: give it one")
+    own_ends = reference.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])} - {None}
+    ids = {"eos_token_id": sorted(ends), "pad_token_id": tokenizer.eos_token_id}
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    # The model's own settings of sampling do not apply.
+    reference.own_generation_config = reference.generation_config  # for save_model; it does not apply here
     reference.generation_config = transformers.GenerationConfig(max_new_tokens=args.response_length, **sampling, **ids)
     return tokenizer, *(model.to(device).eval().requires_grad_(False) for model in (reference, reward_model))
 
@@ -603,47 +568,52 @@ def store_in_bfloat16(*models):
                 module.to(torch.bfloat16)
 
 
+def read_lines(path):
+    """The lines of a file of prompts."""
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace").removesuffix("\n")  # -sig: drops a BOM
+    is_json = re.match(r'\s*[\[{]\s*[\[{"]', text)
+    if Path(path).suffix != (".jsonl" if is_json else ".txt") or "\0" in text:
+        raise UsageError(f'--prompts {path}: write .txt, a prompt per line, or .jsonl, {{"prompt": "..."}} per line')
+    return text.split("\n")  # U+2028 ends no line
+
+
 def load_prompts(args, tokenizer, *models):
     """Prompts as lists of token ids. Each leaves room for an answer in the context of the models."""
     names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
     configs = [model.config.get_text_config() for model in models]
     context = min(getattr(config, name, math.inf) for config in configs for name in names)
     vocab_size = min(config.vocab_size for config in configs)
-    lines, source = BUILTIN_PROMPTS, args.prompts or "the built-in task"
-    if args.prompts:
+    form, prompts = '{"prompt": [{"role": "user", "content": "..."}]}', []
+    for number, line in enumerate(read_lines(args.prompts) if args.prompts else BUILTIN_PROMPTS, start=1):
+        place = f"{args.prompts}, line {number}"
         try:
-            with open(args.prompts, encoding="utf-8") as file:
-                lines = [line.removesuffix("\n") for line in file]
-            if args.prompts.endswith(".jsonl"):
-                lines = [json.loads(line)["prompt"] for line in lines]
-            if not all(isinstance(line, str) for line in lines):
-                raise TypeError("a prompt is a string, not a conversation or another value")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fail(f"cannot read prompts from {args.prompts}: {type(error).__name__} {error}")
-    prompts = [tokenizer(line).input_ids if line.strip() else [] for line in lines]
-    if not prompts:
-        fail(f"{source} has no prompts")
-    if any(len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id for prompt in prompts):
+            prompt = json.loads(line)["prompt"] if str(args.prompts).endswith(".jsonl") else line
+            if isinstance(prompt, list):
+                ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True).input_ids
+            else:
+                ids = tokenizer(prompt).input_ids if prompt.strip() else []
+        except Exception as error:  # no JSON, no such key, no text, no chat template, or what a template refuses
+            raise UsageError(f'{place} is not {{"prompt": "..."}} or {form}: {type(error).__name__} {error}') from None
+        if not ids:
+            raise UsageError(f"{place}: the prompt is empty")
+        if max(ids) >= vocab_size:
+            raise UsageError(f"{place}: the prompt has token {max(ids)}, a model knows only {vocab_size}")
+        if len(ids) + args.response_length > context:
+            raise UsageError(f"{place}: {len(ids)} tokens and --response-length exceed the context of {context}")
+        prompts.append(ids)
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            fail(f"{source}, line {number}: the prompt is empty")
-        if max(prompt) >= vocab_size:
-            fail(f"{source}, line {number}: the prompt has token {max(prompt)}, a model knows only {vocab_size}")
-        if len(prompt) + args.response_length > context:
-            fail(f"{source}, line {number}: {len(prompt)} tokens and --response-length exceed the context of {context}")
+    if tokenizer.chat_template and not any(token in str(prompt) for token in ["role", *tokenizer.all_special_tokens]):
+        print(f"prompts lack the chat template of the tokenizer; to apply it, write {form} in .jsonl", file=sys.stderr)
     return prompts
 
 
 def draw_prompts(prompts, start, count, seed):
     """Prompts start to start + count of an endless row of passes over all of them, each in an order of its own."""
-    drawn = []
-    for number in range(start, start + count):
-        which_pass, place = divmod(number, len(prompts))
-        if place == 0 or not drawn:
-            order = np.random.default_rng([seed, which_pass]).permutation(len(prompts))
-        drawn.append(prompts[order[place]])
-    return drawn
+    passes = range(start // len(prompts), (start + count - 1) // len(prompts) + 1)
+    order = np.concatenate([np.random.default_rng([seed, n]).permutation(len(prompts)) for n in passes])
+    first = start - passes[0] * len(prompts)
+    return [prompts[n] for n in order[first : first + count]]
 
 
 def pad_left(rows, pad_token_id):
@@ -665,81 +635,100 @@ def format_sample(score, prompt, answer):
 
 
 class Run:
-    """The folder of a run, with args.json, a copy of this script, TensorBoard events, metrics.csv, checkpoint.pt and
-    models; also wandb and the progress bar. Rank 0 writes for all: on other ranks every method does nothing."""
+    """The folder of a run: args.json, a copy of this script, TensorBoard events, metrics.csv, checkpoint.pt and models.
+    Also wandb and the progress bar. Only rank 0 writes: elsewhere log, save, save_model and close do nothing."""
 
-    def __init__(self, args, rank, iteration, seconds, device):
-        self.args, self.dir = args, None
+    def __init__(self, args, num_iterations, device, resume, rank):
+        model_name = Path(args.model).resolve().name if args.model else "builtin"
+        name = re.sub(r"[^\w.-]", "-", f"{model_name}__{args.exp_name}__{args.seed}__{time.time():.3f}")
+        self.args, self.num_iterations, self.dir = args, num_iterations, None
+        if rank == 0:
+            self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
+            try:
+                self.lock.acquire(timeout=0)
+            except Timeout:
+                raise UsageError(f"another process is training in {self.dir}") from None
+        self.checkpoint = load_checkpoint(resume) if resume else {}
+        self.iteration = self.checkpoint.get("iteration", 0)
+        for name in ("model", "reward_model", "reward", "prompts", "batch_size") if resume else ():
+            if getattr(args, name) != (begun_with := self.checkpoint["args"][name]):
+                raise UsageError(f"{resume} began with --{name.replace('_', '-')} {begun_with}: a resumed run keeps it")
         if rank > 0:
             self.log = self.save = self.save_model = self.close = lambda *arguments: None
             return
-        model_name = Path(args.model).resolve().name if args.model else "builtin"
-        name = f"{model_name}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.dir = Path(args.resume or Path(args.runs_dir, re.sub(r"[^\w.-]", "-", name)))
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
-        try:
-            self.lock.acquire(timeout=0)
-        except Timeout:
-            fail(f"another process is training in {self.dir}: stop it first")
-        self.num_iterations = args.total_episodes // args.batch_size
-        self.say(f"{self.dir}: {self.num_iterations} iterations of {args.batch_size} answers on {device}")
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
         (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
-        # metrics.csv: --resume drops rows after the checkpoint, and rows that cannot be read.
-        path = self.dir / "metrics.csv"
-        rows = path.read_text(errors="replace").splitlines() if path.exists() else []
-        rows = [row for row in rows if row.count(",") == rows[0].count(",")]
-        rows = [row for row in rows if not row[0].isdigit() or int(row.split(",")[0]) <= iteration]
-        path.write_text("".join(f"{row}\n" for row in rows))
-        self.metrics_file = path.open("a")
         if args.track:
             import wandb
 
-            # The folder's name as the id: a resumed run goes on in the same run of wandb.
-            names = {"id": self.dir.resolve().name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            self.wandb = wandb.init(**names, resume="allow", dir=self.dir, config=vars(args), sync_tensorboard=True)
-        # purge_step hides what a killed run logged after its checkpoint.
-        self.writer = SummaryWriter(self.dir, purge_step=iteration * args.batch_size + 1)
-        self.start_time = time.time() - seconds
-        total, initial = self.num_iterations * args.batch_size, iteration * args.batch_size
+            # A resumed run keeps its wandb id: the folder's name, unless a sweep chose another.
+            folder = self.dir.resolve()
+            run_id = self.checkpoint.get("wandb_id") or folder.name
+            options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
+            names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
+            self.wandb_table = wandb.Table
+        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; metrics.csv is cut.
+        total, initial = num_iterations * args.batch_size, self.iteration * args.batch_size
+        self.writer = SummaryWriter(self.dir, purge_step=initial + 1)
+        if resume:
+            os.truncate(self.dir / "metrics.csv", self.checkpoint["metrics_size"])
+        self.metrics_file = (self.dir / "metrics.csv").open("a", newline="\n")
+        self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
+        say(f"{self.dir}: answer {initial:,} of {total:,}, {args.batch_size} per iteration, on {device}")
         self.bar = tqdm(total=total, initial=initial, unit="answer", disable=None)
 
     def log(self, iteration, scalars, samples):
         """scalars: {name: number or tensor ()}; samples: [(score, (prompt, answer)), ...]"""
         global_step = iteration * self.args.batch_size
-        row = {"iteration": iteration, "global_step": global_step, "seconds": time.time() - self.start_time}
-        row |= {name: float(value) for name, value in scalars.items()}
+        scalars = {name: float(value) for name, value in scalars.items()}
+        seconds = time.monotonic() - self.start_time
+        row = {"iteration": iteration, "global_step": global_step, "seconds": seconds} | scalars
         if self.metrics_file.tell() == 0:
             print(*row, sep=",", file=self.metrics_file)
         print(*(f"{value:.9g}" for value in row.values()), sep=",", file=self.metrics_file, flush=True)
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, global_step)
+        logged = scalars | {"global_step": global_step}
         text = "   ".join(f"{name} {row['charts/' + name]:.3f}" for name in ("reward", "kl", "response_length"))
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(self.args.batch_size)
         if iteration == 1 or iteration % math.ceil(self.num_iterations / 10) == 0:
-            self.say(f"answer {global_step:>9,}   {text}")
-            for number, (score, (prompt, answer)) in enumerate(samples):
-                self.say(format_sample(score, prompt, answer))
+            say(f"answer {global_step:>9,}   {text}")
+            for number, (score, (prompt, answer)) in enumerate(samples[:4]):
+                say(format_sample(score, prompt, answer))
                 self.writer.add_text(f"sample {number}", f"{prompt} -> {answer} ({score:.3f})", global_step)
-
-    def say(self, text):
-        with contextlib.suppress(OSError):  # nobody may be reading any more, as in `| head`
-            tqdm.write(text)
+            if self.args.track:
+                table = [(score, *texts) for score, texts in samples]
+                logged["samples"] = self.wandb_table(["score", "prompt", "answer"], table)
+        if self.args.track:
+            self.wandb.log(logged, step=global_step)
+        self.iteration = iteration
 
     def save_model(self, model, tokenizer, name):
-        """A folder for transformers' from_pretrained, with the tokenizer."""
-        model.save_pretrained(self.dir / name)
-        tokenizer.save_pretrained(self.dir / name)
+        """A folder for transformers' from_pretrained, with the tokenizer, in the dtype of the model's own files."""
+        model = copy.deepcopy(model).to(model.config.dtype)
+        model.generation_config = getattr(model, "own_generation_config", None)  # a reward model has none
+        for part in (model, tokenizer):
+            part.save_pretrained(self.dir / f"{name}.tmp")
+        shutil.rmtree(self.dir / name, ignore_errors=True)
+        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # so that a kill leaves no half of it
 
-    def save(self, iteration, learners, kl_coef):
-        """Replace checkpoint.pt in one move: a kill leaves the new one or the one before, whole."""
-        self.writer.flush()  # the logs first: a checkpoint never knows of rows that are not on disk
+    def save(self, learners):
+        """Replace checkpoint.pt atomically, so that a kill leaves a whole file."""
+        self.writer.flush()  # logs first: a checkpoint must not count rows that are not on disk
         checkpoint = {name: learner.state_dict() for name, learner in learners.items()}
-        checkpoint |= {"args": vars(self.args), "kl_coef": kl_coef, "iteration": iteration}
-        torch.save(checkpoint | {"seconds": time.time() - self.start_time}, self.dir / "checkpoint.tmp")
+        checkpoint |= {
+            "args": vars(self.args),
+            "iteration": self.iteration,
+            "seconds": time.monotonic() - self.start_time,
+            "metrics_size": self.metrics_file.tell(),
+            "wandb_id": self.wandb.id if self.args.track else None,
+        }
+        torch.save(checkpoint, self.dir / "checkpoint.tmp")
         os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
 
     def close(self):
@@ -749,93 +738,102 @@ class Run:
         self.lock.release()
         if self.args.track:
             self.wandb.finish()
+        if self.iteration >= self.num_iterations:
+            say(f"trained model: {self.dir}/actor; to evaluate: python {Path(__file__).name} --evaluate {self.dir}")
+        elif (self.dir / "checkpoint.pt").exists():
+            say(f"stopped; to continue: python {Path(__file__).name} --resume {self.dir}")
+
+
+def say(text):
+    with contextlib.suppress(OSError):  # stdout may be closed, as by `| head`
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may not have all characters of an answer
+        tqdm.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint of a run folder, on the CPU, with "args" as Args."""
-    path = Path(run_dir, "checkpoint.pt")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code in it can run
-        checkpoint["args"] = Args(**checkpoint["args"])
-        names = ("args", "actor", "critic", "actor_optimizer", "critic_optimizer", "kl_coef", "iteration", "seconds")
-        return {name: checkpoint[name] for name in names}
-    except Exception as error:  # a damaged file can raise anything
-        fail(f"{path} is missing, damaged, or from another script or version: {type(error).__name__}")
+    """The checkpoint, on the CPU. Loading runs no code."""
+    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
 
 
-def restore(args, learners):
-    """--resume: give models and optimizers the state of the checkpoint. -> its iteration, seconds and kl_coef"""
-    checkpoint = load_checkpoint(args.resume)
-    saved = checkpoint["args"]
-    for name in ("model", "reward_model", "prompts", "batch_size"):
-        if getattr(args, name) != getattr(saved, name):
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: {args.resume} began with {getattr(saved, name)}")
-    for name, learner in learners.items():
-        learner.load_state_dict(checkpoint[name])
-    kl_coef = args.kl_coef if args.kl_target is None else checkpoint["kl_coef"]
-    return checkpoint["iteration"], checkpoint["seconds"], kl_coef
+def load_args(run_dir):
+    """The settings of a run."""
+    return Args(**load_checkpoint(run_dir)["args"])
 
 
 @torch.no_grad()
 def evaluate(run_dir, args):
     """The actor of a run answers E = eval_episodes prompts, in order, over and over. -> texts (prompt, answer), scores
     and KL to the reference (E,)"""
-    checkpoint, device = load_checkpoint(run_dir), start_device(args)
-    tokenizer, reference, reward_model = make_models(args, device)
+    device, *_ = start_device(args)
+    tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
     # requires_grad: only then does autocast keep the weights that it has rounded, and not round them for every token.
     actor = copy.deepcopy(reference).requires_grad_(True)
-    actor.load_state_dict(checkpoint["actor"])
+    actor.load_state_dict(load_checkpoint(run_dir)["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
     torch.manual_seed(args.seed)
     prompts = [prompts[n % len(prompts)] for n in range(args.eval_episodes)]
-    texts, scores, kls, M = [], [], [], args.batch_size // args.num_minibatches
-    for start in range(0, args.eval_episodes, M):
-        some = prompts[start : start + M]
+    texts, scores, kls = [], [], []
+    S = args.micro_batch_size or args.batch_size // args.num_minibatches
+    for start in range(0, args.eval_episodes, S):
+        some = prompts[start : start + S]
         with autocast:
             sequences, _, mask = answers = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
             log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
-            scores.append(get_scores(reward_model, *answers))
+            texts += decode(tokenizer, some, sequences, mask)
+            scores.append(score_answers(args, reward_model, answers, texts[start:], S))
         kls.append((log_probs - ref_log_probs).masked_fill(~mask, 0.0).sum(-1))
-        texts += decode(tokenizer, some, sequences, mask)
     return texts, torch.cat(scores), torch.cat(kls)
 
 
+def parse_args(words, default=None):
+    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    and 1e6 for an integer."""
+    default, argv, flag = default or Args(), [], ""
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        current = getattr(default, flag[2:].replace("-", "_"), None)
+        if isinstance(current, bool) and value in ("True", "False"):
+            word = flag if value == "True" else f"--no-{flag[2:]}"
+        elif isinstance(current, int) and not value.isdecimal():
+            with contextlib.suppress(ValueError):  # not a number: tyro says so
+                word = word if float(value) % 1 else f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+        elif isinstance(current, tuple) and value.startswith("["):
+            argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
+            continue
+        argv.append(word)
+    return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
+
+
 def main():
-    args = parse_args()
-    if args.evaluate or args.resume:  # the arguments of that run apply, except those given again
-        args = parse_args(default=load_checkpoint(args.evaluate or args.resume)["args"])
-    if args.evaluate:
-        check_args(args)
-        texts, scores, kls = evaluate(args.evaluate, dataclasses.replace(args, resume=None))
-        for score, pair in list(zip(scores, texts))[:8]:
-            print(format_sample(score, *pair))
-        print(f"{len(texts)} answers: mean reward {scores.mean():.3f}, KL to the reference {kls.mean():.3f}")
-        if args.model is None:
-            print(f"mean task score {np.mean([task_score(answer) for _, answer in texts]):.3f}")
+    sys.path.append(os.getcwd())  # for --reward my_module:function
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument("--resume")
+    one_of.add_argument("--evaluate")
+    command, words = parser.parse_known_args()
+    run_dir = command.resume or command.evaluate
+    args = parse_args(words, load_args(run_dir) if run_dir else Args())  # of that run, unless given here
+    if run_dir and args.reward and not any(args.reward in word for word in words):  # its import runs code
+        raise UsageError(f"the checkpoint names a module: if you trust it, add --reward {args.reward}")
+    if not command.evaluate:
+        train(args, run_dir)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return
-    stop_signals = []
-
-    def request_stop(number, frame):
-        """Ctrl-C, and SIGTERM of a preempted job: the iteration under way is finished and saved. A second one ends the
-        run at once, unless it comes within a second: a terminal and torchrun send the same one twice."""
-        if stop_signals and time.monotonic() > stop_signals[0][1] + 1:
-            raise SystemExit(128 + number)
-        stop_signals.append((number, time.monotonic()))
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request_stop)
-    _, run_dir = train(args, stop_signals)
-    exit_code = 128 + stop_signals[0][0] if stop_signals and run_dir else 0
-    if exit_code:
-        print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-    elif run_dir:
-        print(f"{run_dir}/actor: the trained model, for transformers' from_pretrained")
-    if dist.is_torchelastic_launched():  # not by Python's own end, in which a thread of torch.distributed may abort
-        sys.stdout.flush()
-        os._exit(exit_code)
-    return exit_code
+    texts, scores, kls = evaluate(run_dir, args)
+    for score, pair in list(zip(scores, texts))[:8]:
+        say(format_sample(score, *pair))
+    say(f"{len(texts)} answers: mean reward {scores.mean():.3f}, KL to the reference {kls.mean():.3f}")
+    if args.model is None:
+        say(f"mean task score {np.mean([task_score(answer) for _, answer in texts]):.3f}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except (UsageError, ImportError, OSError) as error:  # of --reward; of transformers and the disk
+        print(f"{Path(__file__).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
