@@ -27,9 +27,9 @@ def rows(run_dir):
         return list(csv.DictReader(file))
 
 
-def stop_in_iteration(number, patch):
+def stop_in_iteration(number, patch, module=ppo_rlhf):
     """Ctrl-C in the rollout of that iteration of a run that has not begun yet; patch: pytest's monkeypatch."""
-    original, calls = ppo_rlhf.generate, []
+    original, calls = module.generate, []
 
     def generate(*arguments):
         calls.append(1)
@@ -37,4 +37,4 @@ def stop_in_iteration(number, patch):
             raise KeyboardInterrupt
         return original(*arguments)
 
-    patch.setattr(ppo_rlhf, "generate", generate)
+    patch.setattr(module, "generate", generate)

@@ -86,6 +86,7 @@ def folder(tmp_path, monkeypatch):
     register = "gymnasium.register('Mine-v0', probes.Target, kwargs={'discrete': False})"
     (tmp_path / "my_module.py").write_text(f"import gymnasium, probes\n{register}\n")
     (tmp_path / "my_robot.py").write_text("from torch_envs import drift as make_envs\n")
+    (tmp_path / "my_rewards.py").write_text("def score(prompts, answers):\n    return [len(x) for x in answers]\n")
     (tmp_path / "prompts.txt").write_text("how is the soup ?\ntell us about the cake please .\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "variants")
