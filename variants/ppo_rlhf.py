@@ -280,6 +280,7 @@ def train(args=None, resume=None):
         for parameter in [*reference.parameters(), *reward_model.parameters()]:
             average_over_ranks(parameter)  # equal on all ranks: processors may round the built-in models differently
         actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
+        reward_model = reference if args.reward else reward_model  # a function scores: free the memory of the model
         checkpointing = on_cuda and args.gradient_checkpointing
         for model in (actor, critic) if checkpointing else ():
             model.gradient_checkpointing_enable()
