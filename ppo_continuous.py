@@ -335,7 +335,7 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
-        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, resume)))
+        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, cleanup, resume)))
         global_step = run.global_step  # above 0 after --resume
         # Each start or resume has two seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
@@ -561,7 +561,7 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar."""
 
-    def __init__(self, args, spec, total_steps, resume=None):
+    def __init__(self, args, spec, total_steps, cleanup, resume=None):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.spec, self.total_steps = args, spec, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
@@ -571,8 +571,9 @@ class Run:
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # also where a file system has no locks
             raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
+        cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
@@ -663,7 +664,6 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
-        self.lock.release()
         if self.args.track:
             self.wandb.save(self.dir.resolve() / "videos" / "*.mp4", base_path=self.dir.resolve())
             self.wandb.finish()

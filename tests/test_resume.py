@@ -1,6 +1,7 @@
 """--resume: the run goes on as if nothing had been, with its arguments or others."""
 
 import dataclasses
+import errno
 import importlib
 import json
 import shutil
@@ -242,3 +243,26 @@ def test_a_run_holds_its_lock(script, small_args, tmp_path):
             pass
         script.train(resume=run_dir)  # while the traceback is still there, as in a notebook
     assert failed.value.__traceback__ is not None
+
+
+@ONE
+def test_a_run_that_could_not_begin_does_not_hold_its_folder(script, run_dir, monkeypatch):
+    """Nor does the error that a notebook keeps: another process can resume the run."""
+    monkeypatch.setattr("wandb.init", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as failed:
+        script.train(dataclasses.replace(script.load_args(run_dir), track=True), run_dir)
+    with FileLock(run_dir / "lock", timeout=0):
+        assert failed.value.__traceback__ is not None
+
+
+@ONE
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
+def test_file_system_without_locks(script, small_args, monkeypatch, error):
+    """As NFS without its lock service. The line says what to type."""
+
+    def acquire(*_, **__):
+        raise error
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(script.UsageError, match=r"(?i)no.*: choose another --runs-dir"):
+        script.train(small_args())

@@ -290,7 +290,7 @@ def train(args=None, resume=None):
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         total_steps = num_iterations * T * args.num_envs
-        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, total_steps, resume, rank)))
+        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, total_steps, cleanup, resume, rank)))
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -562,7 +562,7 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar. Rank 0 writes for all ranks: elsewhere log, save and close do nothing."""
 
-    def __init__(self, args, spec, total_steps, resume=None, rank=0):
+    def __init__(self, args, spec, total_steps, cleanup, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.spec, self.total_steps = args, spec, total_steps
         if rank > 0:
@@ -577,8 +577,9 @@ class Run:
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # also where a file system has no locks
             raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
+        cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
@@ -669,7 +670,6 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
-        self.lock.release()
         if self.args.track:
             self.wandb.save(self.dir.resolve() / "videos" / "*.mp4", base_path=self.dir.resolve())
             self.wandb.finish()
