@@ -205,7 +205,7 @@ class Agent(nn.Module):
         """Raw observation(s), flat, (D,) or (N, D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
-            raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
+            raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
         obs = self.normalize_obs(raw_obs)
         if action_mask is not None:
             rows = [action_mask] if obs.ndim == 1 else action_mask  # a row may be a tuple of masks
@@ -616,9 +616,10 @@ class Run:
     def restore(self, agent, optimizer):
         """--resume: give agent and optimizer the state of the checkpoint."""
         state = self.checkpoint["agent"]
-        for name, array in agent.named_buffers():
-            if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
-                raise UsageError(f"{self.args.env_id} has another {name} than the checkpoint in {self.dir}")
+        for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
+            saved = state.get(name, torch.empty(0))
+            if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
+                raise UsageError(f"{name} is not that of {self.dir}: --env-id and sizes of layers must stay the same")
         agent.load_state_dict(state)
         optimizer.load_state_dict(self.checkpoint["optimizer"])
 

@@ -293,7 +293,7 @@ class Agent(nn.Module):
         mask(s) (A,) or (N, A) -> action(s) for the environment, numpy, and the next state"""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
-            raise ValueError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
+            raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
         obs = self.normalize_obs(raw_obs)
         state = obs.new_zeros(*obs.shape[:-1], self.memory.state_size) if state is None else state
         features, state = self.memory.step(obs, state)
@@ -741,9 +741,10 @@ class Run:
     def restore(self, agent, optimizer):
         """--resume: give agent and optimizer the state of the checkpoint."""
         state = self.checkpoint["agent"]
-        for name, array in agent.named_buffers():
-            if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
-                raise UsageError(f"{self.args.env_id} has another {name} than the checkpoint in {self.dir}")
+        for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
+            saved = state.get(name, torch.empty(0))
+            if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
+                raise UsageError(f"{name} is not that of {self.dir}: --env-id and sizes of layers must stay the same")
         agent.load_state_dict(state)
         optimizer.load_state_dict(self.checkpoint["optimizer"])
 

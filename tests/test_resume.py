@@ -12,7 +12,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import ONE, RNN, SCRIPTS, SMALL, assert_one_line, assert_same_learner, probe, rows, scalars
+from conftest import ONE, SCRIPTS, SMALL, assert_one_line, assert_same_learner, probe, rows, scalars
 from filelock import FileLock, Timeout
 
 probes.register("WholeEpisodes", probes.Chain, lengths=(8,))
@@ -126,14 +126,6 @@ def test_resume_with_other_arguments(script, run_dir, main):
     assert saved == about | json.loads(json.dumps(vars(script.load_args(run_dir))))
 
 
-@RNN
-def test_resume_with_another_memory(script, small_args, run_dir):
-    """The weights do not fit: an error, no silent new start."""
-    for changes in ({"cell": "gru"}, {"hidden_size": 9}):
-        with pytest.raises(RuntimeError, match="loading state_dict"):
-            script.train(small_args(**changes), run_dir)
-
-
 class Wider(gym.Wrapper):
     """Actions of the same shape in another space."""
 
@@ -154,9 +146,26 @@ def test_other_actions_than_the_checkpoints(script, run_dir, main):
     """Other bounds, or another first choice: the policy's actions would mean something else. Refused in one line."""
     before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
     refused = main(script, "--resume", run_dir, f"--env-id={probe(script, 'Wider')}", "--total-timesteps=512")
-    assert_one_line(refused, f"{probe(script, 'Wider')} has another action_")
+    assert_one_line(refused, f" is not that of {run_dir}: --env-id and sizes of layers must stay the same")
+    assert "error: action_" in refused.stderr
     assert before == {name: (run_dir / name).read_bytes() for name in before}
     assert main(script, "--resume", run_dir, "--total-timesteps=512").returncode == 0
+
+
+OTHER_NETWORKS = {"ppo_rnn": [["--cell=gru"], ["--hidden-size=64"]]}
+SMALLER, FEWER, MORE = (["--hidden-sizes", *sizes.split()] for sizes in ("32 32", "64", "64 64 64"))
+
+
+def test_other_network_than_the_checkpoints(script, run_dir, main):
+    """Other observations, or other layers. One line names what differs first, and nothing in the folder changes."""
+    before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
+    observations = [f"--env-id={probe(script, 'Chain')}"]
+    for flags in [observations, *OTHER_NETWORKS.get(script.__name__, [SMALLER, FEWER, MORE])]:
+        refused = main(script, "--resume", run_dir, *flags)
+        assert_one_line(refused, f" is not that of {run_dir}: --env-id and sizes of layers must stay the same")
+        assert ("error: obs_rms.mean" in refused.stderr) == (flags == observations)
+        assert before == {name: (run_dir / name).read_bytes() for name in before}
+    assert_one_line(main(script, "--evaluate", run_dir, *observations), "observations of shape (16,), not (..., 2)")
 
 
 def test_latest(script, small_args, run_dir, main, tmp_path, monkeypatch):

@@ -188,7 +188,7 @@ class Agent(nn.Module):
         """Image(s) (*D) or (N, *D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
         obs = torch.as_tensor(np.asarray(obs), device=self.obs_shape.device)
         if list(obs.shape[-3:]) != self.obs_shape.tolist():
-            raise ValueError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
+            raise UsageError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
         if action_mask is not None:
             rows = [action_mask] if obs.ndim == 3 else action_mask  # a row may be a tuple of masks
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
@@ -613,9 +613,10 @@ class Run:
     def restore(self, agent, optimizer):
         """--resume: give agent and optimizer the state of the checkpoint."""
         state = self.checkpoint["agent"]
-        for name, array in agent.named_buffers():
-            if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
-                raise UsageError(f"{self.args.env_id} has another {name} than the checkpoint in {self.dir}")
+        for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
+            saved = state.get(name, torch.empty(0))
+            if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
+                raise UsageError(f"{name} is not that of {self.dir}: --env-id and sizes of layers must stay the same")
         agent.load_state_dict(state)
         optimizer.load_state_dict(self.checkpoint["optimizer"])
 
