@@ -5,11 +5,13 @@ import contextlib
 import csv
 import importlib
 import json
+import math
 import platform
 import re
 import subprocess
 import sys
 import threading
+import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -102,14 +104,22 @@ def last_step(run_dir):
     return int(last.split(",")[0]) if last.count(",") == 3 else 0
 
 
+def load_checkpoint(run_dir):
+    """Of any script. Raises an error if it is damaged."""
+    path = run_dir / "checkpoint.pt"
+    if zipfile.ZipFile(path).testzip():
+        raise ValueError(f"{path} has a wrong checksum")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def is_finished(run_dir):
-    """Whether the checkpoint of a run folder is that of its last iteration."""
+    """Whether a run folder has the checkpoint of its last iteration: --resume, here or with another batch size before,
+    has no whole one left."""
     if not (run_dir / "checkpoint.pt").is_file():
         return False
     args = json.loads((run_dir / "args.json").read_text())
     batch_size = args["num_envs"] * args["num_steps"]
-    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    return checkpoint["global_step"] >= args["total_timesteps"] // batch_size * batch_size
+    return math.ceil(load_checkpoint(run_dir)["global_step"] / batch_size) >= args["total_timesteps"] // batch_size
 
 
 def defaults_of(path):
@@ -163,7 +173,7 @@ def summarise(run_dir):
     args = json.loads((run_dir / "args.json").read_text())
     defaults = defaults_of(run_dir / f"{args['script']}.py")
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
-    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    checkpoint = load_checkpoint(run_dir)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
     whole = min(100, len(means)) - 1  # the first mean of 100 episodes, of all where there are fewer
     solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"].split(":")[-1], np.inf))

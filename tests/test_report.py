@@ -78,6 +78,16 @@ def test_row_of_a_run(run_dir, tmp_path):
     assert report.summarise(run_dir) is None
 
 
+def test_run_that_was_resumed_with_another_batch_size(run_dir, capsys):
+    """It ends below a whole number of batches. The output says that it has ended, and it has a row."""
+    args = ppo_discrete.load_args(run_dir)
+    args.num_envs, args.total_timesteps = 12, 10_000
+    ppo_discrete.train(args, run_dir)
+    assert ppo_discrete.load_checkpoint(run_dir)["global_step"] == 4096 + 3 * 12 * 128 < 10_000 // 1536 * 1536
+    assert "to evaluate: " in capsys.readouterr().out
+    assert report.summarise(run_dir)["global_step"] == 8704
+
+
 def test_publish_keeps_other_runs(finished_runs, run_dir, results, capsys):
     """A run of the same settings and seed takes the place of the one before, another one does not."""
     for paths in ([run_dir], [finished_runs[1]], [run_dir, results / "logs"]):

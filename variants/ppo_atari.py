@@ -678,7 +678,7 @@ class Run:
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
         script, env_id = Path(__file__).name, f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step >= self.total_steps:
+        if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # no room for an iteration
             say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}")
             say('to watch it, add --env-kwargs \'{"render_mode": "human"}\'; to film it, --capture-video')
         elif (self.dir / "checkpoint.pt").exists():
