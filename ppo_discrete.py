@@ -353,8 +353,9 @@ def train(args=None, resume=None):
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([gradient.flatten() for gradient in gradients])
-            if args.max_grad_norm > 0:  # what clip_grad_norm_ does
-                gradient = gradient * (args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1.0)
+            if args.max_grad_norm > 0:  # what clip_grad_norm_ does, but NaN, not 0, if the norm overflows
+                scale = args.max_grad_norm / (gradient.norm() + 1e-6)
+                gradient = gradient * torch.where(scale > 0, scale.clamp(max=1.0), torch.nan)
             return gradient, metrics
 
         # A number that changes during the run: see `compiled`.
@@ -434,10 +435,11 @@ def train(args=None, resume=None):
                 if stop_update:
                     break
             checked = {"observations": raw_obs, "last observations": next_obs, "final observations": raw_final_obs}
-            checked |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy()}
+            value_losses = torch.stack([m["value_loss"] for m in all_metrics]).cpu().numpy()
+            checked |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
             for name, x in checked.items():
-                if not np.isfinite(x).all():
-                    raise UsageError(f"NaN or infinity in the {name}: the last checkpoint in {run.dir} is kept")
+                if not (np.abs(x) < 1e38).all():  # float32 ends there
+                    raise UsageError(f"NaN or a number above 1e38 in the {name}: the checkpoint in {run.dir} is kept")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}

@@ -1,7 +1,9 @@
-"""NaN and infinity, from an environment or from learning: one line, code 2, and the last checkpoint stays."""
+"""NaN, infinity and numbers too large for float32, from an environment or from learning: one line, code 2, and the last
+checkpoint stays."""
 
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import probes
 import pytest
@@ -42,6 +44,27 @@ class NanLater(probes.Target):
         return obs, 0.0, self.steps != 300, False, {}
 
 
+class Huge(probes.Target):
+    """From the 300th step on, its rewards or its observations are this many times as large."""
+
+    def __init__(self, discrete, reward=1.0, obs=1.0):
+        super().__init__(discrete)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        self.reward, self.obs, self.steps = reward, obs, 0
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs.astype(float) * (self.obs if self.steps >= 300 else 1), info
+
+    def step(self, action):
+        self.steps += 1
+        obs, reward, *rest = super().step(action)
+        return obs.astype(float), (reward - 1) * (self.reward if self.steps >= 300 else 1), *rest
+
+
+probes.register("HugeRewards", Huge, reward=1e19)
+probes.register("HugeGradient", Huge, reward=1e17)
+probes.register("HugeObs", Huge, obs=1e200)
 probes.register("NanLater", NanLater)
 probes.register("NanFirst", NanReset, number=1)
 probes.register("NanReset", NanReset, number=10)
@@ -57,18 +80,26 @@ def test_no_checkpoint_of_nan(script, small_args, main, name):
     args = small_args(env_id=probe(script, name), norm_obs=False)
     assert_one_line(
         main(script, *flags_of(**vars(args) | {"hidden_sizes": "[64, 64]"})),
-        f"NaN or infinity in the {SOURCES[name]}: ",
+        f"NaN or a number above 1e38 in the {SOURCES[name]}: ",
     )
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
 @pytest.mark.parametrize(
-    "name, source", [("NanLater", "observations"), ("NanReward", "rewards"), ("Infinity", "rewards")]
+    "name, source, changes",
+    [
+        ("NanLater", "observations", {}),
+        ("NanReward", "rewards", {}),
+        ("Infinity", "rewards", {}),
+        ("HugeObs", "observations", {}),
+        ("HugeRewards", "(weights|value losses)", {"norm_reward": False}),  # their squares are infinite
+        ("HugeGradient", "weights", {"norm_reward": False, "vf_coef": 1e3}),  # the norm is infinite
+    ],
 )
-def test_environment_that_returns_nan(script, small_args, name, source):
+def test_environment_that_returns_nan(script, small_args, name, source, changes):
     """In step 1200: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
-    args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0)
-    with pytest.raises(ValueError, match=f"^NaN or infinity in the .*{source}: ") as error:
+    args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0, **changes)
+    with pytest.raises(ValueError, match=f"^NaN or a number above 1e38 in the .*{source}: ") as error:
         script.train(args)
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
@@ -83,5 +114,5 @@ def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
     before = (run_dir / "checkpoint.pt").read_bytes()
     flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
     diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
-    assert_one_line(diverged, f"NaN or infinity in the weights: the last checkpoint in {run_dir} is kept")
+    assert_one_line(diverged, f"NaN or a number above 1e38 in the weights: the checkpoint in {run_dir} is kept")
     assert (run_dir / "checkpoint.pt").read_bytes() == before

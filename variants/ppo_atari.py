@@ -392,15 +392,18 @@ def train(args=None, resume=None):
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
                         stop_update = True  # and skip this minibatch
                         break
+                    if args.max_grad_norm > 0:  # what clip_grad_norm_ does, but NaN, not 0, if the norm overflows
+                        scale = args.max_grad_norm / (gradient.norm() + 1e-6)
+                        gradient = gradient * torch.where(scale > 0, scale.clamp(max=1.0), torch.nan)
                     flat_parameters.grad = gradient
-                    if args.max_grad_norm > 0:
-                        nn.utils.clip_grad_norm_(flat_parameters, args.max_grad_norm)
                     optimizer.step()
                 if stop_update:
                     break
-            for name, x in {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy()}.items():
-                if not np.isfinite(x).all():
-                    raise UsageError(f"NaN or infinity in the {name}: the last checkpoint in {run.dir} is kept")
+            value_losses = torch.stack([m["value_loss"] for m in all_metrics]).cpu().numpy()
+            checked = {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
+            for name, x in checked.items():
+                if not (np.abs(x) < 1e38).all():  # float32 ends there
+                    raise UsageError(f"NaN or a number above 1e38 in the {name}: the checkpoint in {run.dir} is kept")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
