@@ -44,6 +44,7 @@ import math
 import os
 import random
 import re
+import shutil
 import sys
 import time
 import warnings
@@ -583,6 +584,8 @@ def check(args):
     """Check discounts and batch sizes, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
+        raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")

@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SMALL, probe, scalars
+from conftest import ONE, ROOT, SCRIPTS, SMALL, assert_one_line, flags_of, probe, scalars
 
 OTHER_CHOICES = {"norm_adv": True, "recompute_advantages": True, "clip_vloss": True, "max_grad_norm": 0.1}
 OTHER_CHOICES |= {"kl_coef": 0.1}
@@ -69,3 +69,13 @@ def test_a_number_changed_in_the_loop_counts(tmp_path, monkeypatch, name):
     torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-4)
     unchanged = weights(importlib.import_module(name), ent_coef=0.5, clip_coef=0.1, vf_coef=1.0)
     assert (eager["actor.0.weight"] - unchanged["actor.0.weight"]).abs().max() > 1e-4
+
+
+@ONE
+def test_no_compiler(script, small_args, main, monkeypatch, tmp_path):
+    """As in a small container: refused in one line, before anything is created."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = main(script, *flags_of(**vars(small_args(compile=True)) | {"hidden_sizes": "[64, 64]"}))
+    assert_one_line(refused, "torch.compile needs a C++ compiler: install g++, or add --no-compile")
+    assert not list(tmp_path.iterdir())
+    assert main(script, *flags_of(**SMALL, env_id=probe(script), runs_dir=tmp_path)).returncode == 0
