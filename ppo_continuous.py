@@ -651,6 +651,8 @@ class Run:
         """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without now, only if one is due."""
         if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
+        if shutil.disk_usage(self.dir).free < 1e7:  # for a checkpoint, and logs until the next one
+            raise UsageError(f"the disk has less than 10 MB left: what was saved in {self.dir} is kept")
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()

@@ -3,10 +3,11 @@
 import importlib
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, assert_one_line, probe
+from conftest import ONE, SCRIPTS, SMALL, assert_one_line, flags_of, probe
 
 
 class Command:
@@ -98,3 +99,16 @@ def test_checkpoint_that_names_a_module(script, run_dir, main):
         assert "this" not in sys.modules
         assert main(script, flag, run_dir, f"--env-id={env_id}").returncode == 0
         assert "this" in sys.modules
+
+
+@ONE
+def test_full_disk(script, tmp_path, main, monkeypatch):
+    """One line says so, and the checkpoint before is whole."""
+    space = iter([10**9, 10**9, 1000])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(space)))
+    stopped = main(script, *flags_of(env_id=probe(script), runs_dir=tmp_path, checkpoint_interval=0, **SMALL))
+    (run_dir,) = tmp_path.iterdir()
+    assert_one_line(stopped, f"the disk has less than 10 MB left: what was saved in {run_dir} is kept")
+    assert script.load_checkpoint(run_dir)["global_step"] == 128
+    monkeypatch.undo()
+    assert script.train(resume=run_dir)[1] == run_dir and script.load_checkpoint(run_dir)["global_step"] == 256
