@@ -730,6 +730,8 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
+        if video_dir and sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
         env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
         env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:

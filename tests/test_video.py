@@ -1,12 +1,17 @@
 """--capture-video."""
 
+import os
+import random
+
 import numpy as np
 import probes
+import pytest
+import torch
 from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of, probe
 
 
 class Drawn(probes.Chain):
-    """It can be drawn, as noise."""
+    """It can be drawn, as noise. It draws from the global generators too."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
 
@@ -15,10 +20,22 @@ class Drawn(probes.Chain):
         self.render_mode = render_mode
 
     def render(self):
+        Drawn.gl, _ = os.environ.get("MUJOCO_GL"), (random.random(), np.random.rand(), torch.rand(1))
         return np.random.default_rng(self.state).integers(0, 256, (64, 64, 3), np.uint8)
 
 
+class Noisy(probes.Target):
+    """Of the size of the probe that run_dir has learned."""
+
+    metadata, render = Drawn.metadata, Drawn.render
+
+    def __init__(self, discrete, render_mode=None):
+        super().__init__(discrete)
+        self.render_mode, self.state = render_mode, 0
+
+
 probes.register("Noise", Drawn)
+probes.register("Noisy", Noisy)
 
 
 def test_video(script, small_args, main):
@@ -56,3 +73,33 @@ def test_environment_that_cannot_be_drawn(script, tmp_path, main):
     flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
     assert_one_line(main(script, *flags), f"{probe(script)} cannot record videos")
     assert not list(tmp_path.iterdir())
+
+
+def test_evaluation_leaves_random_numbers_as_they_were(script, run_dir):
+    """Python's, numpy's and torch's, with a video and without: an experiment may draw from them."""
+    args, agent = script.load_args(run_dir), script.load_agent(run_dir)
+    args.env_id, args.eval_deterministic = probe(script, "Noisy"), False
+
+    def states():
+        _, key, position, *_ = np.random.get_state()
+        return random.getstate(), key.tolist(), position, torch.get_rng_state().tolist()
+
+    for video_dir in (None, run_dir / "videos"):
+        before = states()
+        script.evaluate(agent, args, 2, video_dir)
+        assert states() == before
+
+
+@ONE
+@pytest.mark.parametrize("given, display, used", [(None, None, "egl"), ("osmesa", None, "osmesa"), (None, ":0", None)])
+def test_mujoco_without_a_display(script, run_dir, monkeypatch, given, display, used):
+    """On Linux it draws by EGL there, unless MUJOCO_GL says something else."""
+    for name, value in {"MUJOCO_GL": given, "DISPLAY": display}.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.platform", "linux")
+    args, agent = script.load_args(run_dir), script.load_agent(run_dir)
+    args.env_id = probe(script, "Noisy")
+    script.evaluate(agent, args, 1, run_dir / "videos")
+    assert Drawn.gl == used
