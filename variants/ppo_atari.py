@@ -283,12 +283,14 @@ def train(args=None, resume=None):
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
     check(args)
+    threads = torch.get_num_threads()
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
     B, M = T * N, T * N // args.num_minibatches
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
     with contextlib.ExitStack() as cleanup:  # even after an error
+        cleanup.callback(torch.set_num_threads, threads)
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         total_steps = num_iterations * T * args.num_envs
@@ -443,6 +445,7 @@ def start_device(args):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)
+        torch.set_num_threads(1)  # the CPU only steps the environments
         torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN: faster, with a precision of 10 bits
         torch.backends.cudnn.deterministic = args.torch_deterministic
     if not dist.is_torchelastic_launched():
