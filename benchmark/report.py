@@ -17,7 +17,6 @@ published. When the defaults change, delete the rows that had the earlier ones: 
 """
 
 import dataclasses
-import json
 import re
 import statistics
 import sys
@@ -36,6 +35,7 @@ from run_folder import (
     VERSIONS,
     curve,
     is_finished,
+    read_args,
     read_csv,
     summarise,
     write_rows,
@@ -97,7 +97,7 @@ def summarise_all(run_dirs, tasks=()):
         if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
             continue
         try:
-            args = json.loads((run_dir / "args.json").read_text())
+            args = read_args(run_dir)
             if tasks and (args["script"], args["env_id"]) not in tasks:
                 continue
             if args["exp_name"].startswith("tune-"):

@@ -35,7 +35,7 @@ from typing import Literal
 
 import torch
 import tyro
-from run_folder import ROOT, WHERE_AND_HOW, is_finished, last_step, load_script, machine, path_of, summarise
+from run_folder import ROOT, WHERE_AND_HOW, is_finished, last_step, load_script, machine, path_of, read_args, summarise
 from suites import SUITES, TUNED
 from tqdm import tqdm
 
@@ -127,7 +127,7 @@ def find_run(job):
     wanted = json.loads(json.dumps(wanted))  # tuples as lists, as in args.json
     for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
         if (run_dir / "checkpoint.pt").is_file():
-            found = json.loads((run_dir / "args.json").read_text())
+            found = read_args(run_dir)
             if {name: value for name, value in found.items() if name not in other} == wanted:
                 return run_dir
     return None
@@ -245,7 +245,11 @@ def run_here(jobs, at_once, gpus):
                 continue
             except Exception as error:
                 failed[job], text = error, f"failed: {error}"
-            progress.write(f"[{len(ended)}/{len(jobs)}] {job}: {text}", file=sys.stdout)
+            try:
+                progress.write(f"[{len(ended)}/{len(jobs)}] {job}: {text}", file=sys.stdout)
+                sys.stdout.flush()
+            except BrokenPipeError:  # nobody reads on, as in `| head`
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for the rest of this process
     for number, handler in before.items():
         signal.signal(number, handler)
     if stop.is_set():

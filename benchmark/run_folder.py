@@ -36,7 +36,10 @@ def read_csv(path):
     if not path.exists():
         return []
     with open(path) as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    if any(None in row or None in row.values() for row in rows):  # too many cells, or too few
+        raise ValueError(f"{path} has rows of different lengths")
+    return rows
 
 
 def write_rows(path, fields, rows):
@@ -104,12 +107,19 @@ def last_step(run_dir):
     return int(last.split(",")[0]) if last.count(",") == 3 else 0
 
 
+def read_args(run_dir):
+    try:
+        return json.loads((run_dir / "args.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{run_dir}/args.json is damaged: {error}") from None
+
+
 def load_checkpoint(run_dir):
-    """Of any script. Raises an error if it is damaged."""
     path = run_dir / "checkpoint.pt"
-    if zipfile.ZipFile(path).testzip():
-        raise ValueError(f"{path} has a wrong checksum")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with contextlib.suppress(Exception):  # a damaged file can raise anything
+        if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
+            return torch.load(path, map_location="cpu", weights_only=True)
+    raise ValueError(f"{path} is missing or damaged")
 
 
 def is_finished(run_dir):
@@ -117,7 +127,7 @@ def is_finished(run_dir):
     has no whole one left."""
     if not (run_dir / "checkpoint.pt").is_file():
         return False
-    args = json.loads((run_dir / "args.json").read_text())
+    args = read_args(run_dir)
     batch_size = args["num_envs"] * args["num_steps"]
     return math.ceil(load_checkpoint(run_dir)["global_step"] / batch_size) >= args["total_timesteps"] // batch_size
 
@@ -170,7 +180,7 @@ def summarise(run_dir):
     episodes = read_csv(run_dir / "episodes.csv")
     if not episodes or not is_finished(run_dir):
         return None
-    args = json.loads((run_dir / "args.json").read_text())
+    args = read_args(run_dir)
     defaults = defaults_of(run_dir / f"{args['script']}.py")
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = load_checkpoint(run_dir)

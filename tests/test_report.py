@@ -88,6 +88,31 @@ def test_run_that_was_resumed_with_another_batch_size(run_dir, capsys):
     assert report.summarise(run_dir)["global_step"] == 8704
 
 
+REWRITTEN = {
+    "a large step": ("1024", "1.02E+03"),
+    "a decimal comma": (",1.0", ',"1,0"'),
+    "a decimal comma without quotes": (",1.0", ",1,0"),
+    "semicolons": (",", ";"),
+    "a lost column": (",1.0", ""),
+    "a byte order mark": ("global_step", "\ufeffglobal_step"),
+    "a date": ("21.0", "21. Jan"),
+}
+
+
+@pytest.mark.parametrize("what", REWRITTEN)
+def test_numbers_that_a_spreadsheet_rewrote(run_dir, finished_runs, tmp_path, main, what):
+    """The run is named and left out, never a part of its numbers; then comes the table of the others, and status 1."""
+    write_episodes(run_dir, (512, 20.5), (1024, "21.0"), (2048, 22.5))
+    before, after = REWRITTEN[what]
+    text = (run_dir / "episodes.csv").read_text()
+    assert before in text
+    (run_dir / "episodes.csv").write_text(text.replace(before, after))
+    done = main(report, run_dir, finished_runs[1], "--out", tmp_path / "mine")
+    assert done.returncode == 1 and f"left out: {run_dir}: it cannot be read" in done.stderr
+    assert "| ppo_discrete | CartPole-v1 |" in done.stdout
+    assert [row["seed"] for row in run_folder.read_csv(tmp_path / "mine" / "runs.csv")] == ["2"]
+
+
 def test_publish_keeps_other_runs(finished_runs, run_dir, results, capsys):
     """A run of the same settings and seed takes the place of the one before, another one does not."""
     for paths in ([run_dir], [finished_runs[1]], [run_dir, results / "logs"]):
