@@ -177,8 +177,10 @@ def falls(env_id, episodes, global_step):
 def summarise(run_dir):
     """The CSV row of a run folder, or None where the run has not finished or no episode has. `flags` are the arguments
     that differ from the script's defaults, `curve` the returns at the last of CURVE_POINTS even steps."""
+    if not is_finished(run_dir):  # its last row may be half written
+        return None
     episodes = read_csv(run_dir / "episodes.csv")
-    if not episodes or not is_finished(run_dir):
+    if not episodes:
         return None
     args = read_args(run_dir)
     defaults = defaults_of(run_dir / f"{args['script']}.py")

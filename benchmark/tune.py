@@ -55,17 +55,43 @@ class Args:  # the comments are what --help prints
     runs_dir: Path = Path("runs")  # where the study and the run folders are
 
 
+def distribution_of(spec):
+    """wandb's rule: min and max alone mean int_uniform for whole numbers, otherwise uniform."""
+    whole = all(isinstance(spec.get(end), int) for end in ("min", "max"))
+    return spec.get("distribution", "int_uniform" if whole else "uniform")
+
+
+def check(space, defaults, sweep):
+    """Refuse what cannot be searched, before a study is made."""
+    for name, spec in space.items():
+        if name not in defaults:
+            raise SystemExit(f"{sweep}: the script has no parameter {name}")
+        if not spec.keys() & {"value", "values"} and not {"min", "max"} <= spec.keys():
+            raise SystemExit(f"{sweep}: {name} needs value, values, or min and max")
+        if "min" in spec and distribution_of(spec) not in ("int_uniform", "uniform", "log_uniform_values"):
+            raise SystemExit(f"{sweep}: {name}: the distribution {distribution_of(spec)} is not known here")
+
+
+def retry_killed_trials(study, lock):
+    """Try the trials of killed workers again: all that are running, if no worker lives. All workers share the lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # the heartbeat finds them
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+        study.enqueue_trial(trial.system_attrs.get("fixed_params", {}) | trial.params)
+
+
 def suggest(trial, name, spec):
     """The value of a parameter: wandb's description of it, asked of Optuna."""
     if "value" in spec:
         return spec["value"]
     if "values" in spec:
         return trial.suggest_categorical(name, spec["values"])
-    distribution, low, high = spec["distribution"], spec["min"], spec["max"]
+    distribution, low, high = distribution_of(spec), spec["min"], spec["max"]
     if distribution == "int_uniform":
         return trial.suggest_int(name, low, high)
-    if distribution not in ("uniform", "log_uniform_values"):
-        raise SystemExit(f"{name}: the distribution {distribution} is not known here")
     return trial.suggest_float(name, low, high, log=distribution == "log_uniform_values")
 
 
@@ -108,11 +134,14 @@ def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the heartbeat below
     sweep = yaml.safe_load(args.sweep.read_text())
-    script, space = path_of(sweep["program"]), dict(sweep["parameters"])
-    env_ids = args.env_ids or (space["env_id"]["value"],)
-    del space["env_id"]
+    beside = args.sweep.parent / sweep["program"]
+    script, space = path_of(beside if beside.is_file() else sweep["program"]), dict(sweep["parameters"])
+    tasks = space.pop("env_id", {"value": load_script(script).Args().env_id})
+    env_ids = args.env_ids or tuple(tasks.get("values", [tasks.get("value")]))
     if args.total_timesteps is not None:
         space["total_timesteps"] = {"value": args.total_timesteps}
+    defaults = vars(load_script(script).parse_args(["--env-id", env_ids[0]]))
+    check(space, defaults, args.sweep)
     scale = make_scale(env_ids)
     runs_dir = args.runs_dir.absolute()
     runs_dir.mkdir(parents=True, exist_ok=True)
@@ -124,6 +153,7 @@ def main():
     # Seeds are instances: a trial ends when a signed-rank test of two seeds or more speaks against it.
     pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.3, n_startup_steps=2)
     names = {"study_name": args.study, "direction": "maximize", "load_if_exists": True, "pruner": pruner}
+    workers = open(runs_dir / f"{args.study}.workers", "w")  # noqa: SIM115  open, and locked, as long as this process
     with open(runs_dir / f"{args.study}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one worker makes the file and asks for the defaults
         storage = RDBStorage(f"sqlite:///{runs_dir}/{args.study}.db", engine, **heartbeat)
@@ -135,12 +165,13 @@ def main():
             raise SystemExit(f"--study {args.study} began with other tasks, seeds, steps or parameters: name a new one")
         if args.trials:
             study.set_user_attr("about", about)
-            defaults = vars(load_script(script).parse_args(["--env-id", env_ids[0]]))
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
             for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_ids[0], []):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
+            retry_killed_trials(study, workers)
+        fcntl.flock(workers, fcntl.LOCK_SH)
 
     stop, children = threading.Event(), set()
 
@@ -164,9 +195,7 @@ def main():
                 for env_id in env_ids:
                     row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 0), None, args.jobs, children, stop)
                     if row is None:
-                        raise RuntimeError(
-                            f"{env_id}: no episode has ended in {space['total_timesteps']['value']} steps"
-                        )
+                        raise RuntimeError(f"{env_id}: no episode has ended")
                     trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
                 scores.append(score_of(trial.user_attrs, seed, scale))
                 trial.report(scores[-1], seed)

@@ -75,6 +75,8 @@ def test_row_of_a_run(run_dir, tmp_path):
     np.testing.assert_allclose([float(x) for x in row["curve"].split()], [mean for *_, mean in points], rtol=1e-3)
 
     (run_dir / "checkpoint.pt").rename(tmp_path / "checkpoint.pt")
+    with (run_dir / "episodes.csv").open("a") as file:
+        file.write("5000,1")  # it is still running, or was killed
     assert report.summarise(run_dir) is None
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
 from conftest import ROOT
@@ -92,3 +93,45 @@ def test_tune(tmp_path, main):
     shutil.copy(runs_dir / "s.db", elsewhere)
     assert "the best is" in main(tune, *words, f"--runs-dir={elsewhere}").stdout
     assert run_folder.read_csv(elsewhere / "s.csv") == rows and not list(elsewhere.glob("CartPole*"))
+
+
+def write_sweep(folder, **changes):
+    """A file in W&B's own shortest form, and its script beside it, which is no script of this repository."""
+    shutil.copy(ROOT / "ppo_discrete.py", folder / "my_ppo.py")
+    parameters = {
+        "gamma": {"min": 0.9, "max": 0.99},
+        "update_epochs": {"min": 1, "max": 2},
+        "compile": {"value": False},
+    }
+    (folder / "sweep.yaml").write_text(yaml.dump({"program": "my_ppo.py", "parameters": parameters | changes}))
+    return folder / "sweep.yaml"
+
+
+def test_killed_worker(tmp_path, main):
+    """SIGKILL leaves a trial that is running. Started again, at once, the search goes on with its settings."""
+    (tmp_path / "runs").mkdir()
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/runs/s.db", study_name="s", direction="maximize")
+    killed = study.ask()
+    settings = {
+        "gamma": killed.suggest_float("gamma", 0.9, 0.99),
+        "update_epochs": killed.suggest_int("update_epochs", 1, 2),
+    }
+    words = [write_sweep(tmp_path), "--study=s", "--trials=1", "--no-defaults", f"--runs-dir={tmp_path}/runs"]
+    assert "the best is" in main(tune, *words, "--total-timesteps=2048").stdout
+    failed, complete = run_folder.read_csv(tmp_path / "runs" / "s.csv")
+    assert (failed["state"], complete["state"]) == ("FAIL", "COMPLETE")
+    assert {name: float(complete[name]) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"gama": {"value": 1}}, "the script has no parameter gama"),
+        ({"gamma": {"min": 0.9}}, "gamma needs value, values, or min and max"),
+        ({"gamma": {"min": 0, "max": 1, "distribution": "q_normal"}}, "gamma: the distribution q_normal is not known"),
+    ],
+)
+def test_what_cannot_be_searched(tmp_path, main, changes, message):
+    """Refused before a study is made: its name stays free."""
+    refused = main(tune, write_sweep(tmp_path, **changes), "--study=s", f"--runs-dir={tmp_path}/runs")
+    assert message in refused.returncode and not (tmp_path / "runs").exists()
