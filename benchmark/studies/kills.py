@@ -42,7 +42,7 @@ RUNS = [
     ("ppo_gpu_sim", f"{SIM} --env-id=Pendulum-v1"),
     ("ppo_rlhf", RLHF),
 ]
-NOT_COMPARED = ("/seconds", "/episodes_size", "/args/runs_dir")  # a row's length depends on its seconds
+NOT_COMPARED = ("/seconds", "/episodes_size", "/args/runs_dir", "/args/resume")  # folders; a row has its seconds
 TIMES = ("seconds", "charts/SPS", "per_second")  # in names of columns and of metrics
 
 
