@@ -43,6 +43,7 @@ import random
 import re
 import sys
 import time
+import zipfile
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -839,16 +840,20 @@ def find_run(name, runs_dir="runs"):
     """The path of a run folder. latest: the one with the newest checkpoint among the runs of this script."""
     if name != "latest":
         return Path(name).expanduser()
-    folders = [path.parent for path in Path(runs_dir).expanduser().glob(f"*/{Path(__file__).name}")]
-    folders = [folder for folder in folders if (folder / "checkpoint.pt").exists()]
-    if not folders:
+    paths = Path(runs_dir).expanduser().glob("*/checkpoint.pt")
+    paths = [path for path in paths if path.with_name(Path(__file__).name).exists()]
+    if not paths:
         raise UsageError(f"no run of {Path(__file__).name} in {runs_dir}: name a run folder, or add --runs-dir")
-    return max(folders, key=lambda folder: (folder / "checkpoint.pt").stat().st_mtime)
+    return max(paths, key=lambda path: path.stat().st_mtime).parent
 
 
 def load_checkpoint(run_dir):
     """The checkpoint, on the CPU. Loading runs no code."""
-    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
+    path = Path(run_dir, "checkpoint.pt")
+    with contextlib.suppress(Exception):  # a damaged file can raise anything
+        if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
+            return torch.load(path, map_location="cpu", weights_only=True)
+    raise UsageError(f"{path} is missing or damaged")
 
 
 def load_args(run_dir):
