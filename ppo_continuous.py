@@ -367,9 +367,8 @@ def train(args=None, resume=None):
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([gradient.flatten() for gradient in gradients])
-            if args.max_grad_norm > 0:  # what clip_grad_norm_ does, but NaN, not 0, if the norm overflows
-                scale = args.max_grad_norm / (gradient.norm() + 1e-6)
-                gradient = gradient * torch.where(scale > 0, scale.clamp(max=1.0), torch.nan)
+            if args.max_grad_norm > 0:  # what clip_grad_norm_ does, in float64: no overflow
+                gradient = gradient * (args.max_grad_norm / (gradient.double().norm() + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
         # A number that changes during the run: see `compiled`.
@@ -475,7 +474,7 @@ def check(args):
     """Check discounts and batch sizes, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++").split()[0], "clang++", "cl"))):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -615,7 +614,7 @@ class Run:
         for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
             saved = state.get(name, torch.empty(0))
             if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
-                raise UsageError(f"{name} is not that of {self.dir}: --env-id and sizes of layers must stay the same")
+                raise UsageError(f"{name} differs from {self.dir}: --env-id and the sizes of layers must stay the same")
         agent.load_state_dict(state)
         optimizer.load_state_dict(self.checkpoint["optimizer"])
 

@@ -146,7 +146,7 @@ def test_other_actions_than_the_checkpoints(script, run_dir, main):
     """Other bounds, or another first choice: the policy's actions would mean something else. Refused in one line."""
     before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
     refused = main(script, "--resume", run_dir, f"--env-id={probe(script, 'Wider')}", "--total-timesteps=512")
-    assert_one_line(refused, f" is not that of {run_dir}: --env-id and sizes of layers must stay the same")
+    assert_one_line(refused, f" differs from {run_dir}: --env-id and the sizes of layers must stay the same")
     assert "error: action_" in refused.stderr
     assert before == {name: (run_dir / name).read_bytes() for name in before}
     assert main(script, "--resume", run_dir, "--total-timesteps=512").returncode == 0
@@ -162,7 +162,7 @@ def test_other_network_than_the_checkpoints(script, run_dir, main):
     observations = [f"--env-id={probe(script, 'Chain')}"]
     for flags in [observations, *OTHER_NETWORKS.get(script.__name__, [SMALLER, FEWER, MORE])]:
         refused = main(script, "--resume", run_dir, *flags)
-        assert_one_line(refused, f" is not that of {run_dir}: --env-id and sizes of layers must stay the same")
+        assert_one_line(refused, f" differs from {run_dir}: --env-id and the sizes of layers must stay the same")
         assert ("error: obs_rms.mean" in refused.stderr) == (flags == observations)
         assert before == {name: (run_dir / name).read_bytes() for name in before}
     assert_one_line(main(script, "--evaluate", run_dir, *observations), "observations of shape (16,), not (..., 2)")
