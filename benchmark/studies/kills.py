@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "variants")]
-SMALL = "--no-compile --num-envs=4 --num-steps=16 --num-minibatches=2 --update-epochs=2 --total-timesteps=6400"
+SMALL = "--no-compile --num-envs=4 --num-steps=16 --num-minibatches=2 --update-epochs=2 --total-timesteps=12800"
 ATARI = "--no-compile --device=cpu --num-envs=2 --num-steps=8 --num-minibatches=2 --total-timesteps=1600"
 SIM = "--no-compile --device=cpu --num-envs=8 --num-steps=8 --hidden-sizes=[16] --total-timesteps=6400"
 RLHF = "--device=cpu --supervised-steps=5 --batch-size=4 --num-minibatches=1 --response-length=4 --total-episodes=120"
