@@ -15,7 +15,6 @@ DM_CONTROL = "walker-walk cheetah-run hopper-hop finger-spin cartpole-swingup"
 # The paper calls PositionOnly tasks Stateless.
 POPGYM = """RepeatPreviousEasy AutoencodeEasy PositionOnlyCartPoleEasy NoisyPositionOnlyPendulumEasy HigherLowerEasy
     CountRecallEasy"""
-PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --num-envs 10 --num-steps 50 --num-minibatches 10"
 PENDULUM_NO_VEL = "--num-envs 16 --learning-rate 5e-4 --gamma 0.95 --num-minibatches 8 --update-epochs 10 --ent-coef 0"
 PENDULUM_NO_VEL += " --target-kl 0.02"
 SUITES = {  # script, task, flags
@@ -24,8 +23,8 @@ SUITES = {  # script, task, flags
         ("ppo_discrete", "Acrobot-v1", ""),
         ("ppo_discrete", "MountainCar-v0", ""),
         ("ppo_discrete", "Taxi-v4", ""),
-        ("ppo_continuous", "Pendulum-v1", f"--total-timesteps 300000 {PENDULUM}"),
-        ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000 --log-std-init 1 --log-std-max 1"),
+        ("ppo_continuous", "Pendulum-v1", "--total-timesteps 300000"),
+        ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000 --gamma 0.9999"),
     ],
     "mujoco": [("ppo_continuous", f"{name}-v4", "") for name in MUJOCO.split()],
     "mujoco-envpool": [

@@ -940,8 +940,7 @@ def main():
         run_dir = find_run(run_dir, parse_args(words).runs_dir)
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**UPDATES[command.update or "rsl_rl"]))
     if command.export:
-        export_actor(run_dir)
-        return
+        return export_actor(run_dir)
     if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
