@@ -3,11 +3,11 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -19,7 +19,6 @@ import torch_envs
 from conftest import ROOT, flags_of, scalars
 from forks import exit_status, fork, two_ranks
 from gpu_sim import SMALL, env_id_of, make_args, script
-from processes import run_last_block
 
 HAS_BRAX = importlib.util.find_spec("brax") is not None
 
@@ -194,18 +193,18 @@ def test_two_ranks(tmp_path, monkeypatch):
     assert ends == sorted(ends) and len(ends) > 16
 
 
-def test_interrupt_and_resume_latest(tmp_path, main, monkeypatch):
+def test_interrupt_and_resume_latest(tmp_path, main):
     """Ctrl-C costs what came after the last checkpoint; --resume latest goes on from there."""
     sizes = {"total_timesteps": 10**8, "hidden_sizes": 16}
     flags = flags_of(**SMALL | sizes, runs_dir=tmp_path / "runs")
-    flags += ["--checkpoint-interval=0"]
-    monkeypatch.setattr(sys, "argv", ["ppo_gpu_sim.py", *flags])
-    process, end = fork(run_last_block, script), time.monotonic() + 60
+    command = [sys.executable, ROOT / "variants" / "ppo_gpu_sim.py", *flags, "--checkpoint-interval=0"]
+    process = subprocess.Popen(command, cwd=ROOT / "tests")
+    end = time.monotonic() + 60
     while not any(len(path.read_text()) > 1000 for path in tmp_path.glob("runs/*/episodes.csv")):
         assert time.monotonic() < end
         time.sleep(0.05)
-    os.kill(process, signal.SIGINT)
-    assert exit_status(process) == 130
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     (run_dir,) = (tmp_path / "runs").iterdir()
     saved = script.load_checkpoint(run_dir)["global_step"]
     assert 0 < saved < 10**8 and saved % 160 == 0

@@ -13,23 +13,23 @@
     python variants/ppo_gpu_sim.py --resume runs/NAME                    # continue a run; or --resume latest
     python variants/ppo_gpu_sim.py --evaluate runs/NAME                  # play episodes; or --evaluate latest
     python variants/ppo_gpu_sim.py --export runs/NAME                    # write the actor alone, or --export latest
-    torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, half of the environments each
+    torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, each with half of num_envs
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
-1. --timeouts: a truncated episode (time limit) is bootstrapped from its final observation, if the simulator gives it.
-   rsl_rl takes the value before the last step. Brax learns nothing from the last step.
-2. --advantages: GAE's delta_t + gamma lambda A_{t+1}, or Google's delta_t + gamma A_{t+1}, where A_{t+1} is GAE's.
+1. --timeouts: a truncated episode (time limit) is bootstrapped from its final observation. If the simulator gives
+   none, from the observation before the last step, as rsl_rl always does. Brax learns nothing from the last step.
+2. --advantages: GAE's delta_t + gamma lambda A_{t+1}, or Google's delta_t + gamma A_{t+1}, with GAE's A_{t+1}.
    With --recompute-targets (Google) every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
-4. --unroll-length: minibatches of whole unrolls, at whose end the critic bootstraps, or of single steps (rsl_rl).
-5. --policy: normal with a learned standard deviation (rsl_rl), or squashed by tanh, with one that depends on the state.
-6. --desired-kl: each minibatch adapts the learning rate, by the exact KL (rsl_rl 5.0).
+4. --unroll-length: minibatches of unrolls, each bootstrapped at its end. Without it, of single steps (rsl_rl).
+5. --policy: normal with a learned standard deviation (rsl_rl), or tanh-squashed, with a state-dependent one.
+6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
 Always: statistics of observations change between rollouts only. Every epoch shuffles anew. The gradients of actor and
 critic are clipped separately (rsl_rl 4.0). The critic may see more than the actor: {"policy": ..., "critic": ...}.
 
-Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = N * T / L unrolls, the columns of
-a batch (without --unroll-length N * T steps in one row), M = columns of a minibatch, D = observation of the actor,
-P = of the critic, A = action. Read ../ppo_continuous.py first: functions that both have are the same text.
+Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = columns of a batch: N * T / L
+unrolls, or without --unroll-length N * T steps in one row, M = columns of a minibatch, D = observation of the actor,
+P = of the critic, A = action. Read ../ppo_continuous.py first: functions that both have are identical.
 """
 
 import argparse
@@ -83,43 +83,43 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the simulator, as JSON; brax: '{"backend": "mjx", "episode_length": 500}'
     total_timesteps: int = 30_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 4096  # environments stepped side by side, over all processes
-    stagger_envs: bool = True  # begin first episodes at a random step, if the simulator allows it; they are not logged
+    stagger_envs: bool = True  # start first episodes at a random step count, if the simulator allows it; not logged
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     reward_scale: float = 1.0  # the learner sees rewards times this; logged returns are raw
     # --- PPO
     policy: Literal["normal", "tanh"] = "normal"  # distribution of actions; tanh: squashed into the bounds
     init_std: float = 1.0  # initial standard deviation, --policy normal
     hidden_sizes: tuple[int, ...] = (256, 256, 256)  # units per layer of the actor: --hidden-sizes 512 256 128
-    critic_hidden_sizes: tuple[int, ...] = ()  # units per layer of the critic; without any: those of the actor
+    critic_hidden_sizes: tuple[int, ...] = ()  # units per layer of the critic; empty: as the actor
     activation: Literal["elu", "silu", "tanh"] = "elu"  # between the layers
     num_steps: int = 24  # steps of each environment per iteration (T)
-    unroll_length: int | None = None  # minibatches of whole unrolls of so many steps (L); None: of single steps
+    unroll_length: int | None = None  # steps per unroll (L), minibatches are of whole unrolls; None: of single steps
     learning_rate: float = 1e-3  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = False  # lower the learning rate linearly to 0 over the run; needs --desired-kl None
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
-    num_minibatches: int = 4  # minibatches per epoch; must divide the steps, or the unrolls, of an iteration
+    num_minibatches: int = 4  # minibatches per epoch; must divide the steps (or unrolls) of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: exact if the simulator gives final_obs
+    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: from final_obs, else current-value
     advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = True  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 here is 1 in rsl_rl, without 0.5
+    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 here is 1 in rsl_rl, which has no 0.5
     max_grad_norm: float = 1.0  # clip the norms of the actor's and the critic's gradient to this; 0: never
     desired_kl: float | None = 0.01  # adapt the learning rate to aim at this KL; None: off
 
 
-# Settings for --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, but for --timeouts.
+# Settings for --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts.
 GOOGLE = dict(
     num_envs=2048, stagger_envs=False, reward_scale=0.1, policy="tanh", hidden_sizes=(64, 64), activation="silu",
     num_steps=80, unroll_length=5, num_minibatches=32, update_epochs=4, learning_rate=3e-4, desired_kl=None, gamma=0.97,
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# NVIDIA's text describes this update. A formula in that text differs: --update google --no-recompute-targets.
+# As NVIDIA's text describes it. Its formula for advantages differs: --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -255,7 +255,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
     """advantages, returns (L, C) of unrolls. Inputs are (L, C). last_values (C,): V of the observation after an unroll.
-    timeout_values: V of the observation after a truncated step, or what stands for it."""
+    timeout_values: V of the observation after a truncated step, or its substitute."""
     if args.timeouts == "masked":  # Brax: reward V(s_t), next value 0: no error, no advantage (before --norm-adv)
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
@@ -287,7 +287,7 @@ def ppo_loss(agent, args, minibatch):
     new_log_probs, entropy = agent.get_log_prob_and_entropy(mean, std, minibatch["actions"])
     log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration, up to rounding
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    if args.recompute_targets:  # Google: with the critic that this very minibatch trains
+    if args.recompute_targets:  # Google: with the current critic
         critic_obs = torch.cat([minibatch["critic_obs"], minibatch["last_critic_obs"]])  # (L + 1, M, P)
         new_values = agent.get_value(critic_obs)
         last_values, new_values = new_values[-1].detach(), new_values[:-1]
@@ -371,7 +371,7 @@ def train(args=None, resume=None):
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
         # All parameters become views of one vector: Adam is faster. Add modules to the agent above this line. Matrices
-        # come first: if layers are multiples of 4 wide, they start at multiples of 16 bytes, as fast kernels need.
+        # come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -385,7 +385,7 @@ def train(args=None, resume=None):
         optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-8, fused=True)
         if resume:
             run.restore(agent, optimizer)
-            if args.learning_rate == run.checkpoint["args"]["learning_rate"]:  # a new one starts over
+            if args.learning_rate == run.checkpoint["args"]["learning_rate"]:  # else the user gave a new one
                 lr.copy_(optimizer.param_groups[0]["lr"])
             optimizer.param_groups[0]["lr"] = lr
 
@@ -406,7 +406,7 @@ def train(args=None, resume=None):
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
-        # All on the device; one row of observations more than steps, for what came after the last step.
+        # All on the device. The last of T + 1 rows is the observation after the last step.
         raw_obs = torch.zeros(T + 1, *next_obs.shape, device=device)  # (T + 1, N, D)
         raw_critic_obs = torch.zeros(T + 1, *next_critic_obs.shape, device=device)  # (T + 1, N, P)
         raw_final_obs = torch.zeros(T, *next_critic_obs.shape, device=device)  # (T, N, P), for the critic
@@ -427,7 +427,7 @@ def train(args=None, resume=None):
 
             # ------------------------------------------------------------------------------------------------ rollout
             start_time, simulator_logs = time.monotonic(), []
-            for t in range(T):  # nothing here may read a number of a tensor: that would wait for the device
+            for t in range(T):  # nothing here may read a tensor's value: that would wait for the device
                 raw_obs[t], raw_critic_obs[t] = next_obs, next_critic_obs
                 actions[t], env_actions = act(raw_obs[t])
                 # A copy: simulators may keep it, and the next replay of a CUDA graph overwrites the original.
@@ -546,9 +546,9 @@ def check(args):
         divisors = [n for n in range(1, min(columns, 1000) + 1) if columns % n == 0]
         raise UsageError(f"--num-minibatches must divide {columns} steps or unrolls, as {divisors} do")
     if args.anneal_lr and args.desired_kl is not None:
-        raise UsageError("--anneal-lr needs --desired-kl None, which moves the learning rate too")
+        raise UsageError("--anneal-lr and --desired-kl both set the learning rate: add --desired-kl None")
     if args.recompute_targets and (args.timeouts == "auto" or args.norm_adv == "rollout" or not args.unroll_length):
-        raise UsageError("--recompute-targets needs --unroll-length, --timeouts masked, and another --norm-adv")
+        raise UsageError("--recompute-targets needs --unroll-length, no --timeouts auto and no --norm-adv rollout")
 
 
 def start_device(args):
@@ -608,7 +608,7 @@ class VectorEnvs(Protocol):
 
     Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. A step that ends an episode
     returns the first one of the next, and the last one in infos["final_obs"], if it can. infos["log"] and ["episode"]
-    are numbers to log. --stagger-envs needs max_episode_length and episode_length_buf (N,), the episodes' steps."""
+    map names to numbers to log. --stagger-envs needs max_episode_length and episode_length_buf (N,), their steps."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
@@ -633,7 +633,7 @@ def read_log(infos):
 
 
 class BraxEnvs:
-    """Environments of Brax (JAX). Tensors share the memory of its arrays. Each environment restarts as it began."""
+    """Environments of Brax (JAX). Tensors share the memory of its arrays. Episodes of an environment begin alike."""
 
     def __init__(self, name, num_envs, device, backend="spring", episode_length=1000):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the whole GPU
@@ -888,10 +888,9 @@ def export_actor(run_dir):
 
 @torch.no_grad()
 def evaluate(agent, envs, seed, deterministic=True):
-    """Returns (N,) of the first episode of each environment. The agent and its statistics do not change."""
-    device = agent.action_low.device
-    running = torch.ones(envs.num_envs, dtype=torch.bool, device=device)
-    episodic_returns = torch.zeros(envs.num_envs, device=device)
+    """The return of each environment's first episode, (N,). The agent and its statistics do not change."""
+    running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.action_low.device)
+    episodic_returns = torch.zeros_like(running, dtype=torch.float32)
     with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
@@ -899,7 +898,7 @@ def evaluate(agent, envs, seed, deterministic=True):
             seed_generator(seed)
         obs, _ = envs.reset(seed=seed)
         for t in range(30_000):  # a good policy might never end an episode
-            if t % 50 == 0 and not running.any():  # not asked in every step: that waits for the device
+            if t % 50 == 0 and not running.any():  # not in every step: it waits for the device
                 break
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns += torch.where(running, rewards, 0.0)  # what comes after the end may be NaN

@@ -8,19 +8,19 @@
 """Proximal Policy Optimization (PPO) on a language model, from the scores of a reward model (RLHF), in one file.
 
     python variants/ppo_rlhf.py                         # the built-in task: no download, minutes on one core
-    python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt             # models of transformers
+    python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt             # Hugging Face models
     python variants/ppo_rlhf.py --model A --reward my_rewards:score --prompts prompts.txt    # a Python function scores
     python variants/ppo_rlhf.py --resume runs/NAME      # continue a run, also after a kill
     python variants/ppo_rlhf.py --evaluate runs/NAME    # answers of the trained actor, their scores and KL
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
-Four models, as in DeepSpeed-Chat: actor and reference begin as the supervised language model, critic and reward model
-as the reward model. Actor and critic learn. An answer is an episode. A token is an action; so is the end token.
+Four models, as in DeepSpeed-Chat: the actor begins as a copy of the supervised language model (the reference), the
+critic as a copy of the reward model. These two learn. An answer is an episode. A token, also EOS, is an action.
 
-Where implementations differ, this one does as follows (docs/rlhf.md has more, and the names of others):
-1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer, also at the
-   limit, gets the clipped score on top. DeepSpeed-Chat puts it one token later if the answer is short.
-2. An answer ends at its first end token. Padding plays no part, so it may be the end token (GPT-2).
+Where implementations differ, this one does as follows (docs/rlhf.md has more):
+1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer also
+   gets the clipped score, EOS or not. DeepSpeed-Chat puts the score one token later if an answer ends early.
+2. An answer ends at its first end token. Padding is masked, so it may be the end token (GPT-2).
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
 4. Losses are means over the tokens of a minibatch: a long answer weighs more. Policy and value are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
@@ -68,7 +68,7 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/MODEL__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # seed of sampling and of the order of prompts; of the built-in task's models too
+    seed: int = 1  # seed of sampling, of the order of prompts, and of the built-in models
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
     checkpoint_interval: int = 20  # iterations between checkpoints; the last iteration is always saved
     eval_episodes: int = 256  # answers that --evaluate asks for
@@ -78,23 +78,23 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
-    reward_model: str | None = None  # sequence classifier: --model's tokenizer, one output from a layer `score`
-    reward: str | None = None  # in its place module:function(prompts, answers) -> scores, lists of one length
-    prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or messages for the chat template}
+    reward_model: str | None = None  # sequence classifier with --model's tokenizer and one output, `score`
+    reward: str | None = None  # instead: module:function(prompts, answers) -> a score for each answer
+    prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
     # --- answers
     response_length: int = 16  # tokens that an answer has at most, EOS included
-    min_response_length: int = 1  # shorter answers, EOS included, are scored and not trained on; 1: trained on all
+    min_response_length: int = 1  # shorter answers, EOS included, are scored but not trained on
     temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
-    top_k: int = 0  # sample only from the k likeliest tokens, which the losses ignore; 0: from all
-    top_p: float = 1.0  # sample only from the likeliest tokens of this total probability, likewise; 1: all
+    top_k: int = 0  # sample from the k likeliest tokens; the losses use all of them; 0: from all
+    top_p: float = 1.0  # sample from the likeliest tokens that add up to this probability; 1: all
     # --- PPO
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
-    micro_batch_size: int | None = None  # answers in memory at once; gradients add up. None: the whole minibatch
+    micro_batch_size: int | None = None  # answers per gradient pass; gradients add up. None: the whole minibatch
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
@@ -103,7 +103,7 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the end of the answer (no bias)
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    vf_clip_coef: float | None = 0.2  # take the larger of the value errors with and without this clip; None: unclipped
+    vf_clip_coef: float | None = 0.2  # clip_coef of the value loss, as in baselines; None: not clipped
     clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
     kl_coef: float = 0.1  # weight of the KL penalty in the reward
     max_grad_norm: float = 1.0  # upper bound on the norm of each model's gradient; 0: none
@@ -114,7 +114,7 @@ class Args:  # the comments are what --help prints
 
 def join_answers(prompt_ids, prompt_mask, answers, end_tokens):
     """Prompts (B, P) and answers (B, R) -> sequences and attention mask (B, L), and which tokens of the answers are
-    actions (B, R) bool: all up to the first end token, and this one. What follows is padding, whatever its id."""
+    actions (B, R) bool: all up to and including the first end token. What follows is padding, whatever its id."""
     is_end = torch.isin(answers, torch.as_tensor(end_tokens, device=answers.device)).long()
     mask = is_end.cumsum(-1) - is_end == 0  # no end token before this one
     return torch.cat([prompt_ids, answers], 1), torch.cat([prompt_mask, mask.long()], 1), mask
@@ -122,7 +122,7 @@ def join_answers(prompt_ids, prompt_mask, answers, end_tokens):
 
 @torch.no_grad()
 def generate(actor, tokenizer, prompts, do_sample=True):
-    """Answers of the actor to prompts, lists of token ids. -> sequences, attention mask (B, L), mask (B, R)"""
+    """Sample an answer to each prompt (a list of token ids) -> sequences, attention mask (B, L), mask (B, R)"""
     # Nothing attends to padding: any token will do.
     prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.eos_token_id))
     sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
@@ -131,13 +131,13 @@ def generate(actor, tokenizer, prompts, do_sample=True):
 
 
 def model_inputs(sequences, attention_mask):
-    """Positions count real tokens: padding on the left moves nothing."""
+    """Positions count real tokens, so padding on the left does not shift them."""
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # (B, L); the clamp is for padding
     return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
 
 
 def log_probs_and_entropy(logits, labels):
-    """Log-probabilities of the tokens labels (...) under logits (..., V), and the entropies of all tokens (...)."""
+    """Log-probabilities of the tokens labels (...) under logits (..., V), and the entropies (...), without gradient."""
     all_log_probs = logits.log_softmax(-1)
     with torch.no_grad():
         entropy = torch.special.entr(all_log_probs.exp()).sum(-1)
@@ -155,7 +155,7 @@ def get_log_probs(model, sequences, attention_mask, mask, temperature):
 def score_tokens(model, sequences, attention_mask):
     """The output of the layer `score` of critic or reward model at every token, (B, L)"""
     hidden = model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
-    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 would round values of 2 to 4 to 1/64
+    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 would round 2 to 4 to multiples of 1/64
         return model.score(hidden.float()).squeeze(-1)
 
 
@@ -208,26 +208,26 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def answer_advantages(rewards, values, mask, gamma, gae_lambda):
-    """Advantages and returns of the tokens of answers, 0 behind them; all (B, R). An answer is an episode that its last
-    token terminates, EOS or not: the score is for the text within the limit, and nothing follows it."""
+    """Advantages and returns of the tokens of answers, 0 after them; all (B, R). The last token of an answer
+    terminates the episode, EOS or not: the score is for the text within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
-    never = torch.zeros_like(mask)  # no flag is needed: the next value is 0 already
+    never = torch.zeros_like(mask)  # no ends: the next value is 0 already
     steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
 
 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
-    """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (M,)."""
+    """Negative clipped surrogate objective (Schulman et al. 2017, eq. 7), the mean over (tokens,)."""
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
     # The larger loss is the pessimistic one: clipping caps the gain of a step, never its cost.
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
 def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (M,). With clip_coef (OpenAI's baselines), the new value is also clipped
-    to within clip_coef of the old one. Of the two squared errors the larger counts."""
+    """0.5 * mean squared error over (tokens,). With clip_coef (OpenAI's baselines), the new value is also clipped
+    to within clip_coef of the old one. The larger of the two squared errors counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -239,7 +239,7 @@ def apply_gradient(model, optimizer, max_grad_norm):
     """One step of a model on the gradients that its losses have left, averaged over ranks."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # it took no part, or no answer of this rank is long enough
+            if parameter.grad is None:  # not used, or no answer of this rank is long enough
                 parameter.grad = torch.zeros_like(parameter)
             average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
@@ -467,7 +467,7 @@ SENTENCE = re.compile(rf"it is {JUDGEMENT}(?: and {JUDGEMENT})* \.")
 
 
 def task_score(answer):
-    """The true score, 0 to 1: the share of good judgements in an answer; 0 if the answer is no sentence."""
+    """The true score, 0 to 1: the share of good judgements in an answer; 0 if it does not match SENTENCE."""
     if not SENTENCE.fullmatch(answer):
         return 0.0
     judgements = [word in GOOD for word in answer.split() if word in GOOD + BAD]
@@ -655,7 +655,7 @@ class Run:
         self.iteration = self.checkpoint.get("iteration", 0)
         for name in ("model", "reward_model", "reward", "prompts", "batch_size") if resume else ():
             if getattr(args, name) != (begun_with := self.checkpoint["args"][name]):
-                raise UsageError(f"{resume} began with --{name.replace('_', '-')} {begun_with}: a resumed run keeps it")
+                raise UsageError(f"{resume} began with --{name.replace('_', '-')} {begun_with}: it cannot be changed")
         if rank > 0:
             self.log = self.save = self.save_model = self.close = lambda *arguments: None
             return
