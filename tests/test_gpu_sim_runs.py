@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -198,7 +199,9 @@ def test_interrupt_and_resume_latest(tmp_path, main):
     sizes = {"total_timesteps": 10**8, "hidden_sizes": 16}
     flags = flags_of(**SMALL | sizes, runs_dir=tmp_path / "runs")
     command = [sys.executable, ROOT / "variants" / "ppo_gpu_sim.py", *flags, "--checkpoint-interval=0"]
-    process = subprocess.Popen(command, cwd=ROOT / "tests")
+    # A shell may have started the tests in the background, where Ctrl-C is ignored; children inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=ROOT / "tests", preexec_fn=heed)
     end = time.monotonic() + 60
     while not any(len(path.read_text()) > 1000 for path in tmp_path.glob("runs/*/episodes.csv")):
         assert time.monotonic() < end
@@ -238,8 +241,8 @@ def test_command_line(tmp_path, main):
         (["--unroll-length", "7"], "--unroll-length must divide --num-steps 10"),
         (["--recompute-targets"], "needs --unroll-length"),
         (["--num-minibatches", "7"], "must divide 160 steps or unrolls, as [1, 2, 4, 5"),
-        (["--update", "google", "--timeouts", "auto"], "--timeouts masked"),
-        (["--update", "google", "--norm-adv", "rollout"], "another --norm-adv"),
+        (["--update", "google", "--timeouts", "auto"], "no --timeouts auto"),
+        (["--update", "google", "--norm-adv", "rollout"], "no --norm-adv rollout"),
         (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),
         (["--anneal-lr"], "--desired-kl None"),
         (["--gamma", "1.5"], "between 0 and 1"),
