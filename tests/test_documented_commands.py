@@ -90,7 +90,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("how is the soup ?\ntell us about the cake please .\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "variants")
-    return tmp_path
+    yield tmp_path
+    for name in ("my_module", "my_robot", "my_rewards"):
+        sys.modules.pop(name, None)  # the next test has a file of its own under this name
 
 
 @pytest.mark.parametrize("command", OF_SCRIPTS)

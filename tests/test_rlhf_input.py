@@ -143,7 +143,7 @@ def test_chat_template(models, rlhf_args, tmp_path, capsys):
 def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
     """Which gets texts without special tokens. The critic begins as the language model, with values of 0. --evaluate
     imports the function only if the command names it again."""
-    (tmp_path / "my_rewards.py").write_text(
+    (tmp_path / "count_words.py").write_text(
         "calls = []\n\n"
         "def length(prompts, answers):\n"
         "    calls.append((prompts, answers))\n"
@@ -152,20 +152,20 @@ def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     given = {"reward_model": None, "micro_batch_size": 3}
-    _, run_dir = ppo_rlhf.train(rlhf_args(**given, reward="my_rewards:length", kl_coef=0.0, total_episodes=8))
-    [(prompts, answers)] = sys.modules.pop("my_rewards").calls
+    _, run_dir = ppo_rlhf.train(rlhf_args(**given, reward="count_words:length", kl_coef=0.0, total_episodes=8))
+    [(prompts, answers)] = sys.modules.pop("count_words").calls
     assert len(prompts) == len(answers) == 8 and prompts[0] in ppo_rlhf.BUILTIN_PROMPTS
     assert not any("<eos>" in text for text in prompts + answers)
     (row,) = rows(run_dir)
     assert float(row["charts/reward"]) == pytest.approx(sum(len(x.split()) / 3 for x in answers) / 8, rel=1e-5)
     assert float(row["charts/reward"]) > 0 and abs(float(row["losses/values"])) < 0.05
     refused = main(ppo_rlhf, "--evaluate", run_dir)
-    assert refused.returncode == 2 and "if you trust it, add --reward my_rewards:length" in refused.stderr
-    assert "my_rewards" not in sys.modules
-    evaluated = main(ppo_rlhf, "--evaluate", run_dir, "--reward=my_rewards:length", "--eval-episodes=7")
+    assert refused.returncode == 2 and "if you trust it, add --reward count_words:length" in refused.stderr
+    assert "count_words" not in sys.modules
+    evaluated = main(ppo_rlhf, "--evaluate", run_dir, "--reward=count_words:length", "--eval-episodes=7")
     assert evaluated.returncode == 0 and "7 answers: mean reward" in evaluated.stdout, evaluated.stderr
-    with pytest.raises(ppo_rlhf.UsageError, match=r"my_rewards:too_few gave scores of shape \(1,\) for 8 answers"):
-        ppo_rlhf.train(rlhf_args(**given, reward="my_rewards:too_few"))
+    with pytest.raises(ppo_rlhf.UsageError, match=r"count_words:too_few gave scores of shape \(1,\) for 8 answers"):
+        ppo_rlhf.train(rlhf_args(**given, reward="count_words:too_few"))
 
 
 def test_text_that_the_terminal_cannot_encode(rlhf_args, monkeypatch):
