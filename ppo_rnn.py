@@ -648,11 +648,28 @@ def make_env(args, **kwargs):
     return VectorMember(env)
 
 
+def make_video_env(args):
+    """One environment that draws. It has drawn one picture already, to find a missing driver."""
+    import torch._dynamo  # noqa: F401  after Mesa's LLVM is loaded, loading Triton's would crash
+
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
+    if "rgb_array" not in make_env(args).metadata.get("render_modes", []):
+        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
+    env = make_env(args, render_mode="rgb_array")
+    env.reset()
+    try:
+        env.render()
+    except Exception as error:  # every driver has its own
+        raise UsageError(f"cannot draw {args.env_id} (MuJoCo needs apt-get install libegl1): {error}") from error
+    return env
+
+
 def make_envs(args):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
-        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
+    if args.capture_video:
+        make_video_env(args).close()  # if it cannot draw, say so before training
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
         kwargs = json.loads(args.env_kwargs)
@@ -864,9 +881,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
-        if video_dir and sys.platform == "linux" and "DISPLAY" not in os.environ:
-            os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
-        env = make_env(args, **({"render_mode": "rgb_array"} if video_dir else {}))
+        env = make_video_env(args) if video_dir else make_env(args)
         env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)

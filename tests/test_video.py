@@ -34,6 +34,12 @@ class Noisy(probes.Target):
         self.render_mode, self.state = render_mode, 0
 
 
+class NoDriver(Drawn):
+    def render(self):
+        raise AttributeError("'NoneType' object has no attribute 'eglQueryString'")
+
+
+probes.register("NoDriver", NoDriver)
 probes.register("Noise", Drawn)
 probes.register("Noisy", Noisy)
 
@@ -72,6 +78,15 @@ def test_environment_that_cannot_be_drawn(script, tmp_path, main):
     """Refused in one line, before anything is trained."""
     flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
     assert_one_line(main(script, *flags), f"{probe(script)} cannot record videos")
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_driver(script, tmp_path, main):
+    """The same; and the line says what MuJoCo needs."""
+    flags = flags_of(env_id=probe(script, "NoDriver"), runs_dir=tmp_path, capture_video=True, **SMALL)
+    assert_one_line(
+        main(script, *flags), f"cannot draw {probe(script, 'NoDriver')} (MuJoCo needs apt-get install libegl1)"
+    )
     assert not list(tmp_path.iterdir())
 
 
