@@ -25,8 +25,8 @@ and rewards.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
-actions[t], taken in obs[t], gives rewards[t]. terminations[t] and truncations[t] say that it ended the episode, so
-obs[t + 1] begins the next one (CleanRL: dones[t + 1]).
+actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
+and obs[t + 1] begins the next episode. CleanRL stores this as dones[t + 1].
 """
 
 import argparse
@@ -88,7 +88,7 @@ class Args:  # the comments are what --help prints
     learning_rate: float = 1e-3  # Adam's learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
+    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
     num_minibatches: int = 8  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int = 10  # passes over the batch of an iteration
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
@@ -97,7 +97,7 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, keeps the policy near the one that acted; 0: none
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, which keeps the policy near the one that acted; 0: none
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
@@ -190,7 +190,7 @@ class Agent(nn.Module):
 
         The distribution is written out: torch.distributions would cost more than these networks do."""
         log_probs = self.get_log_probs(obs, action_mask)
-        if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, and the largest sum is a sample
+        if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
         log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
         entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)  # in nats
@@ -256,8 +256,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
     """values, advantages, returns (T, N) of a rollout, with the current critic.
 
-    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are those in which the E truncated
-    episodes ended, in the order of truncations.nonzero()."""
+    obs (T, N, ...). last_obs (N, ...) follows the last step. final_obs (E, ...) are the final observations of the E
+    truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
     # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
@@ -293,13 +293,13 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
         "entropy": entropy.mean(),
         "approx_kl": approx_kl,
         "old_approx_kl": -log_ratio.mean(),  # k1
-        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
+        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns are equal."""
+    """1 - Var(returns - values) / Var(returns): 1 if perfect, 0 for a constant critic, NaN if all returns are equal."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
@@ -333,7 +333,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # All parameters become views of one vector: Adam is faster. Add modules to the agent above this line.
+        # Make all parameters views of one vector, for a faster Adam. Add modules to the agent above this line.
         parameters = list(agent.parameters())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -358,7 +358,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (gradient.double().norm() + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # A number that changes during the run: see `compiled`.
+        # To change a number such as args.ent_coef during the run, see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -438,7 +438,7 @@ def train(args=None, resume=None):
             value_losses = torch.stack([m["value_loss"] for m in all_metrics]).cpu().numpy()
             checked |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
             for name, x in checked.items():
-                if not (np.abs(x) < 1e38).all():  # float32 ends there
+                if not (np.abs(x) < 1e38).all():  # also if one is NaN
                     raise UsageError(f"NaN or a number above 1e38 in the {name}: the checkpoint in {run.dir} is kept")
 
             # -------------------------------------------------------------------------------------------- log and save
@@ -473,9 +473,9 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again; the ninth
-    is an error. A schedule needs a tensor: after `run = ...` write
-    args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
+    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again. The ninth
+    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
+    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does; on a CPU, call the kernels from C++, without testing the compiler first.
@@ -703,10 +703,11 @@ class Run:
             self.wandb.finish()
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
-        script, env_id = Path(__file__).name, f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
         if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # no room for an iteration
             say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}")
-            say('to watch it, add --env-kwargs \'{"render_mode": "human"}\'; to film it, --capture-video')
+            watch = json.dumps(json.loads(self.args.env_kwargs) | {"render_mode": "human"})
+            say(f"to watch it, add --env-kwargs '{watch}'; to film it, --capture-video")
         elif (self.dir / "checkpoint.pt").exists():
             say(f"stopped; to continue: python {script} --resume {self.dir}{env_id}")
 
@@ -782,7 +783,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and not value.isdecimal():
             with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
             continue

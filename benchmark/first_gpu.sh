@@ -1,30 +1,81 @@
 #!/usr/bin/env bash
-# What to try first on a machine with an NVIDIA GPU: Breakout, beside the games alone. It takes a few minutes.
+# What to try first on a machine with an NVIDIA GPU, in three parts. What they print and measure goes to the folder $OUT.
 #
-#     bash benchmark/first_gpu.sh             # results/speed.csv is written
-#     bash benchmark/first_gpu.sh WHEELS      # without a network: installs every wheel of a folder first, filled by
-#         pip download --only-binary=:all: --python-version 3.12 -d WHEELS gymnasium mujoco ale-py tyro tqdm
-#     SCALE=0.5 bash benchmark/first_gpu.sh   # a try; nothing is written
+#     bash benchmark/first_gpu.sh run        # 4 minutes: does everything run on CUDA, and how fast?
+#     bash benchmark/first_gpu.sh compare    # 6 minutes: the same weights by graphs? beside LeanRL and rsl_rl on this card
+#     bash benchmark/first_gpu.sh learn      # 9 minutes (SECONDS_TO_LEARN=540): Pong, with 64 games
 #
-# LEANRL=PATH adds LeanRL's script for Breakout (its environment: see speed.py). Not part of this, because it takes hours:
-#     python benchmark/run.py --suite atari --tasks ALE/Pong-v5 ALE/Breakout-v5 --seeds 3 -- --device cuda
-set -euo pipefail
+# `compare` needs LEANRL=PATH, a checkout of LeanRL at 760837e. Without a network, WHEELS=FOLDER installs the wheels of a
+# folder into ./site first. This fills it, for Python 3.12, beside a torch with CUDA that is there already:
+#     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+#         --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d WHEELS \
+#         gymnasium farama-notifications ale-py tyro docstring-parser typeguard mujoco mujoco-core glfw pyopengl filelock \
+#         tqdm tensorboard rsl-rl-lib tensordict==0.10.0 "pyvers<0.2" orjson importlib-metadata zipp
+# Goals on an H100: Breakout with 8 games above 6,809 steps/s (LeanRL's own figure) and above LeanRL here, with 128 games
+# above 18,000; ppo_gpu_sim.py's learner above rsl_rl's; Pong above 20 within ten minutes.
+set -uo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-
-echo "== what is here"
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no nvidia-smi"
-gcc --version | head -1  # Triton and torch.compile build with it
-if [ $# -gt 0 ]; then
-    $PYTHON -m pip install --quiet --no-index --no-deps "$1"/*.whl
+PYTHON=${PYTHON:-python3} OUT=$(realpath -m "${OUT:-gpu}") DEVICE=${DEVICE:-cuda} SHARE=${SHARE:-1} # SHARE=0.1: a try
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=site:${PYTHONPATH:-}
+mkdir -p "$OUT"
+exec > >(tee -a "$OUT/${1:-run}.log") 2>&1
+if [ -n "${WHEELS:-}" ] && [ ! -d site ]; then
+    $PYTHON -m pip install --quiet --no-index --no-deps --no-compile --target site "$WHEELS"/*.whl || exit 1
 fi
-$PYTHON - <<'CODE'
-import pathlib, sysconfig, torch
-header = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
-assert header.exists(), f"{header} is missing: install Python's headers (python3-dev), Triton needs them"
-assert torch.cuda.is_available(), "torch sees no GPU"
-print("torch", torch.__version__, torch.cuda.get_device_name())
-CODE
 
-echo "== Breakout, beside the games alone"
-$PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale "${SCALE:-1}" ${LEANRL:+--leanrl "$LEANRL"}
+part() { echo "=== $(date +%T) $*"; }
+steps() { $PYTHON -c "print(int($1 * $SHARE))"; }
+# The last lines of a training, among them its steps/s, or of its error.
+train() { timeout 150 $PYTHON "$@" --runs-dir "$OUT/runs" 2>&1 | tail -5; }
+
+case ${1:-} in
+run)
+    part machine
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+    lscpu | grep -E "Model name|^CPU\(s\)"
+    $PYTHON -c "import torch, gymnasium, ale_py, mujoco
+print('torch', torch.__version__, 'gymnasium', gymnasium.__version__, 'ale-py', ale_py.__version__)"
+    part Breakout, 8 games
+    train variants/ppo_atari.py --device "$DEVICE" --total-timesteps "$(steps 204800)"
+    part Breakout, 8 games, all CPU threads
+    (unset OMP_NUM_THREADS; train variants/ppo_atari.py --device "$DEVICE" --total-timesteps "$(steps 204800)")
+    part Breakout, 128 games
+    train variants/ppo_atari.py --device "$DEVICE" --num-envs 128 --total-timesteps "$(steps 819200)"
+    part resumed
+    train variants/ppo_atari.py --resume latest --total-timesteps "$(steps 983040)"
+    part HalfCheetah
+    train ppo_continuous.py --device "$DEVICE" --total-timesteps "$(steps 40000)"
+    part CartPole with memory
+    train ppo_rnn.py --env-id CartPole-v1 --device "$DEVICE" --total-timesteps "$(steps 40960)"
+    part simulators on the device
+    PYTHONPATH=tests:$PYTHONPATH train variants/ppo_gpu_sim.py --env-id torch_envs:drift --device "$DEVICE" \
+        --total-timesteps "$(steps 4000000)"
+    part language model
+    train variants/ppo_rlhf.py --device "$DEVICE" --total-episodes "$(steps 1280)"
+    ;;
+compare)
+    part weights after two iterations, with CUDA graphs and without compilation
+    for flag in --compile --no-compile; do
+        train variants/ppo_atari.py --device "$DEVICE" --total-timesteps 2048 "--exp-name=two$flag" $flag
+    done
+    (cd variants && $PYTHON -c "import glob, ppo_atari
+a, b = (ppo_atari.load_agent(glob.glob(f'$OUT/runs/*two--{flag}__*')[-1]) for flag in ('compile', 'no-compile'))
+for (name, x), y in zip(a.named_parameters(), b.parameters()):
+    print(f'{name:16} size {x.abs().max():.2e}, differs by {(x - y).abs().max():.2e}')")
+    part Breakout, ours, LeanRL, the games alone
+    $PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale "$SHARE" ${LEANRL:+--leanrl "$LEANRL"}
+    part learner of ppo_gpu_sim.py beside rsl_rl
+    $PYTHON benchmark/studies/speed_gpu_sim.py learner --repeats 1 --device "$DEVICE"
+    cp benchmark/results/speed.csv benchmark/studies/speed_gpu_sim.csv "$OUT"
+    ;;
+learn)
+    part Pong, 64 games
+    timeout -s INT "${SECONDS_TO_LEARN:-540}" $PYTHON variants/ppo_atari.py --env-id ALE/Pong-v5 --device "$DEVICE" \
+        --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$OUT/runs"
+    gzip -c "$OUT"/runs/*Pong*/episodes.csv > "$OUT/pong_episodes.csv.gz"
+    ;;
+*)
+    echo "usage: bash benchmark/first_gpu.sh run|compare|learn"
+    exit 2
+    ;;
+esac

@@ -16,12 +16,13 @@
 SBX and rejax take part where they are installed. rejax needs no gymnasium: its CartPole is gymnax's, compiled with the
 algorithm into one program. python -m pip install sbx-rl rejax "gymnax<0.1"
 
-CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
-with a newer tensordict, and with envpool from 1.1 on). LeanRL is compiled, with CUDA graphs where there is a GPU:
+CleanRL and LeanRL want older packages for HalfCheetah, so PATH/.venv has to be a virtual environment for them (LeanRL,
+760837e, fails with a newer tensordict). Atari needs none, see leanrl_atari.py. LeanRL is compiled, with CUDA graphs
+where there is a GPU:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
-    .venv/bin/pip install tensordict==0.10.0 tqdm wandb envpool==1.0.0 "gym<0.26"                     # LeanRL only
+    .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
@@ -92,13 +93,6 @@ import sys; sys.path.insert(0, {root!r} + "/variants")
 import ppo_atari
 envs = ppo_atari.make_envs(ppo_atari.Args(env_id={env_id!r}, num_envs={envs}), {envs})
 """
-# Without two lines that replace properties of torch's Categorical by read-only ones, which torch 2.13 cannot do with.
-LEANRL_ATARI = """
-import re, sys
-__file__ = sys.argv[0] = {path!r}
-source = re.sub(r"(?m)^Categorical\\..*", "", open(__file__).read())
-exec(compile(source, __file__, "exec"))
-"""
 
 
 def to_words(flags):
@@ -153,10 +147,9 @@ def simulator(env_id, envs, code=SIMULATOR):
 
 
 def leanrl_atari(checkout, envs):
-    """LeanRL's script for Breakout: games by envpool, which has threads of its own."""
-    code = LEANRL_ATARI.format(path=str(checkout / "leanrl" / "ppo_atari_envpool_torchcompile.py"))
-    program = [str(checkout / ".venv" / "bin" / "python"), "-c", code, "--compile", f"--num-envs={envs}"]
-    program.append("--cudagraphs" if torch.cuda.is_available() else "--no-cuda")
+    """LeanRL's script for Breakout, on the same games as ours."""
+    program = [sys.executable, str(ROOT / "benchmark" / "leanrl_atari.py"), str(checkout), "--compile"]
+    program += ["--cudagraphs" if torch.cuda.is_available() else "--no-cuda", f"--num-envs={envs}"]
     return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
@@ -274,8 +267,9 @@ def make_cases(cleanrl=None, leanrl=None):
 def one_thread(**variables):
     """Environment variables for a contestant's process."""
     threads = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # LeanRL logs to wandb only.
-    return os.environ | threads | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"} | variables
+    return os.environ | threads | {"PYTHONPATH": paths, "WANDB_MODE": "offline"} | variables
 
 
 def seconds(command, cache, cpu_time=False):

@@ -130,7 +130,7 @@ def test_ctrl_c_prints_the_command_that_continues(script, tmp_path, main):
     (run_dir,) = tmp_path.iterdir()
     assert script.load_checkpoint(run_dir)["global_step"] == 32 * 18  # it is interrupted in step 600
     command = shlex.split(stopped.stdout.splitlines()[-1].partition("to continue: ")[2])
-    assert command[:4] == ["python", f"{script.__name__}.py", "--resume", str(run_dir)]
+    assert command[:4] == ["python", os.path.relpath(script.__file__), "--resume", str(run_dir)]
     assert main(script, *command[2:]).returncode == 0
     assert script.load_checkpoint(run_dir)["global_step"] == 32 * 30
 

@@ -76,6 +76,8 @@ BAD = {
     "models without prompts": ({"prompts": None}, TOGETHER),
     "model without rewards": ({"reward_model": None}, TOGETHER),
     "two rewards": ({"reward": "math:sqrt"}, TOGETHER),
+    "no such function": ({"reward_model": None, "reward": "math:no"}, "--reward math:no: write MODULE:FUNCTION"),
+    "no function": ({"reward_model": None, "reward": "math"}, "--reward math: write MODULE:FUNCTION"),
     "no such module": ({"reward_model": None, "reward": "nowhere:score"}, "No module named 'nowhere'"),
     "indivisible": ({"num_minibatches": 3}, "--batch-size must be a multiple of num_minibatches * processes = 3"),
     "nothing to train on": ({"min_response_length": 7}, "--min-response-length is above --response-length"),

@@ -133,7 +133,7 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
         stop_in_iteration(4, patch)
         ppo_rlhf.train(rlhf_args(**changes))
     (half,) = {*whole.parent.iterdir()} - {whole}
-    assert f"stopped; to continue: python ppo_rlhf.py --resume {half}\n" in capsys.readouterr().out
+    assert f"stopped; to continue: python {os.path.relpath(ppo_rlhf.__file__)} --resume {half}\n" in capsys.readouterr().out
     assert ppo_rlhf.load_checkpoint(half)["iteration"] == 2 and len(rows(half)) == 3
     ppo_rlhf.train(resume=half)
     assert_same_learner(ppo_rlhf.load_checkpoint(half), ppo_rlhf.load_checkpoint(whole))

@@ -24,14 +24,14 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
    frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the policy, but the game continues and is
    logged whole. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
-8. Under torchrun the processes (ranks) share the environments, N = num_envs / ranks, and average their gradients.
-The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl adds it. 1 and 5 are
-beyond the paper (Schulman et al. 2017) and CleanRL.
+8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
+The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl adds it. Points 1 and 5
+are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
-Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
+Shapes: T = num_steps, N = num_envs / ranks, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
 K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
-actions[t], taken in obs[t], gives rewards[t]. terminations[t] and truncations[t] say that it ended the episode, so
-obs[t + 1] begins the next one (CleanRL: dones[t + 1]).
+actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
+and obs[t + 1] begins the next episode. CleanRL stores this as dones[t + 1].
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
     env_id: str = "ALE/Breakout-v5"  # a gymnasium id with discrete actions and uint8 images of at least 36 x 36 pixels
-    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"mode": 1}'
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"repeat_action_probability": 0.25}'
     total_timesteps: int = 10_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side, over all ranks
     clip_reward: bool = True  # learn from the sign of the rewards
@@ -93,7 +93,7 @@ class Args:  # the comments are what --help prints
     learning_rate: float = 2.5e-4  # Adam's learning rate
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
+    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide num_envs * num_steps of a rank
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
@@ -102,12 +102,12 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, keeps the policy near the one that acted; 0: none
+    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, which keeps the policy near the one that acted; 0: none
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal those of its ppo_atari.py.
 PRESETS = {"cleanrl": dict(clip_vloss=True)}
 
 
@@ -173,7 +173,7 @@ class Agent(nn.Module):
         The distribution is written out: torch.distributions would cost more than these networks do."""
         features = self.encoder(obs)
         log_probs = self.get_log_probs(features, action_mask)
-        if action is None:  # Gumbel-max: -log of an exponential is Gumbel noise, and the largest sum is a sample
+        if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
         log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
         entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)  # in nats
@@ -224,8 +224,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
     """values, advantages, returns (T, N) of a rollout, with the current critic.
 
-    obs (T, N, ...); last_obs (N, ...) follows the last step; final_obs (E, ...) are those in which the E truncated
-    episodes ended, in the order of truncations.nonzero()."""
+    obs (T, N, ...). last_obs (N, ...) follows the last step. final_obs (E, ...) are the final observations of the E
+    truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
     # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
@@ -261,13 +261,13 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
         "entropy": entropy.mean(),
         "approx_kl": approx_kl,
         "old_approx_kl": -log_ratio.mean(),  # k1
-        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
+        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns are equal."""
+    """1 - Var(returns - values) / Var(returns): 1 if perfect, 0 for a constant critic, NaN if all returns are equal."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
@@ -303,7 +303,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # All parameters become views of one vector: Adam is faster. Add modules to the agent above this line.
+        # Make all parameters views of one vector, for a faster Adam. Add modules to the agent above this line.
         parameters = list(agent.parameters())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -326,7 +326,7 @@ def train(args=None, resume=None):
             gradients = torch.autograd.grad(loss, parameters)
             return torch.cat([gradient.flatten() for gradient in gradients]), metrics
 
-        # A number that changes during the run: see `compiled`.
+        # To change a number such as args.ent_coef during the run, see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -358,11 +358,11 @@ def train(args=None, resume=None):
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
-                over = terminated | truncated
-                if "episode_frame_number" in infos:  # ALE: a lost life terminates too; a new game restarts the count
-                    over = infos["episode_frame_number"] < frame_numbers
+                game_over = terminated | truncated
+                if "episode_frame_number" in infos:  # ALE, where a lost life terminates too
+                    game_over = infos["episode_frame_number"] < frame_numbers  # a new game restarts the count
                     frame_numbers = infos["episode_frame_number"]
-                for n in np.flatnonzero(over):
+                for n in np.flatnonzero(game_over):
                     info = infos["final_info"]["numbers"][n][0] if "numbers" in infos.get("final_info", ()) else {}
                     episode = {"step": global_step, "return": episode_returns[n], "length": episode_lengths[n]}
                     episodes.append(episode | {"info": info})
@@ -404,7 +404,7 @@ def train(args=None, resume=None):
             value_losses = torch.stack([m["value_loss"] for m in all_metrics]).cpu().numpy()
             checked = {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
             for name, x in checked.items():
-                if not (np.abs(x) < 1e38).all():  # float32 ends there
+                if not (np.abs(x) < 1e38).all():  # also if one is NaN
                     raise UsageError(f"NaN or a number above 1e38 in the {name}: the checkpoint in {run.dir} is kept")
 
             # -------------------------------------------------------------------------------------------- log and save
@@ -458,7 +458,7 @@ def start_device(args):
 
 
 def average_over_ranks(gradient, metrics):
-    """The means over all ranks, in one message. Copies: the next replay of a CUDA graph overwrites its outputs."""
+    """The means over all ranks, in one message. `cat` copies, because a CUDA graph overwrites its outputs."""
     message = torch.cat([gradient, torch.stack(list(metrics.values()))])
     if dist.is_initialized():
         dist.all_reduce(message)
@@ -476,9 +476,9 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again; the ninth
-    is an error. A schedule needs a tensor: after `run = ...` write
-    args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
+    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again. The ninth
+    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
+    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -559,7 +559,9 @@ def make_envs(args, num_envs):
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
-    except (gym.error.Error, TypeError):
+    except (gym.error.Error, TypeError) as error:
+        if "ALE/" in args.env_id and isinstance(error, TypeError):
+            raise UsageError(f"--env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * num_envs, **options)
         envs.spec = make_env(args).spec
     if isinstance(envs.single_action_space, gym.spaces.Box):
@@ -704,10 +706,11 @@ class Run:
             self.wandb.finish()
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
-        script, env_id = Path(__file__).name, f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
         if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # no room for an iteration
             say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}")
-            say('to watch it, add --env-kwargs \'{"render_mode": "human"}\'; to film it, --capture-video')
+            watch = json.dumps(json.loads(self.args.env_kwargs) | {"render_mode": "human"})
+            say(f"to watch it, add --env-kwargs '{watch}'; to film it, --capture-video")
         elif (self.dir / "checkpoint.pt").exists():
             say(f"stopped; to continue: python {script} --resume {self.dir}{env_id}")
 
@@ -785,7 +788,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and not value.isdecimal():
             with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
             continue

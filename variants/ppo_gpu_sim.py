@@ -16,20 +16,20 @@
     torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, each with half of num_envs
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
-1. --timeouts: a truncated episode (time limit) is bootstrapped from its final observation. If the simulator gives
-   none, from the observation before the last step, as rsl_rl always does. Brax learns nothing from the last step.
-2. --advantages: GAE's delta_t + gamma lambda A_{t+1}, or Google's delta_t + gamma A_{t+1}, with GAE's A_{t+1}.
-   With --recompute-targets (Google) every minibatch computes them again, with the current critic.
+1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
+   bootstraps from the observation before the last step (rsl_rl). `masked` learns nothing from that step (Brax).
+2. --advantages: `gae` is delta_t + gamma lambda A_{t+1}. `brax` drops this lambda, but keeps GAE's A_{t+1} (Google).
+   With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
-4. --unroll-length: minibatches of unrolls, each bootstrapped at its end. Without it, of single steps (rsl_rl).
+4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
 5. --policy: normal with a learned standard deviation (rsl_rl), or tanh-squashed, with a state-dependent one.
 6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
 Always: statistics of observations change between rollouts only. Every epoch shuffles anew. The gradients of actor and
 critic are clipped separately (rsl_rl 4.0). The critic may see more than the actor: {"policy": ..., "critic": ...}.
 
-Shapes: T = num_steps, N = environments of this process, L = unroll_length (or T), C = columns of a batch: N * T / L
-unrolls, or without --unroll-length N * T steps in one row, M = columns of a minibatch, D = observation of the actor,
-P = of the critic, A = action. Read ../ppo_continuous.py first: functions that both have are identical.
+Shapes: T = num_steps, N = environments of this process, L = unroll_length, or T without it, C = N * T / L unrolls,
+M = unrolls of a minibatch, or without --unroll-length its single steps, in one row. D = observation of the actor,
+P = of the critic, A = action. Read ../ppo_continuous.py first: helper functions of the same name are identical.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the simulator, as JSON; brax: '{"backend": "mjx", "episode_length": 500}'
     total_timesteps: int = 30_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 4096  # environments stepped side by side, over all processes
-    stagger_envs: bool = True  # start first episodes at a random step count, if the simulator allows it; not logged
+    stagger_envs: bool = True  # start first episodes at a random step, if the simulator can, and do not log them
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     reward_scale: float = 1.0  # the learner sees rewards times this; logged returns are raw
     # --- PPO
@@ -93,14 +93,14 @@ class Args:  # the comments are what --help prints
     critic_hidden_sizes: tuple[int, ...] = ()  # units per layer of the critic; empty: as the actor
     activation: Literal["elu", "silu", "tanh"] = "elu"  # between the layers
     num_steps: int = 24  # steps of each environment per iteration (T)
-    unroll_length: int | None = None  # steps per unroll (L), minibatches are of whole unrolls; None: of single steps
+    unroll_length: int | None = None  # steps per unroll (L); a minibatch holds whole unrolls. None: single steps
     learning_rate: float = 1e-3  # Adam's learning rate; with --anneal-lr or --desired-kl its initial value
     anneal_lr: bool = False  # lower the learning rate linearly to 0 over the run; needs --desired-kl None
     gamma: float = 0.99  # discount factor, 0 to 1
-    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: all rewards, then V (low bias)
+    gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps (or unrolls) of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: from final_obs, else current-value
+    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: V(final_obs), else V(obs before)
     advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
@@ -119,7 +119,7 @@ GOOGLE = dict(
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# As NVIDIA's text describes it. Its formula for advantages differs: --update google --no-recompute-targets.
+# As NVIDIA's text describes it. What its formulas print is --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -184,7 +184,7 @@ class Agent(nn.Module):
             self.std = nn.Parameter(torch.full((len(action_low),), float(args.init_std)))
 
     def normalize(self, raw_obs, rms):
-        """(..., D) with obs_rms, (..., P) with critic_obs_rms, of any dtype -> the same shape, float32"""
+        """raw_obs (..., D) or (..., P) of any dtype -> the same shape, float32. rms: obs_rms or critic_obs_rms"""
         if not self.args.norm_obs:
             return raw_obs.float()
         # float64 until the end: float32 loses digits where means are large. 1e-8 and 10 as in baselines.
@@ -254,15 +254,15 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
-    """advantages, returns (L, C) of unrolls. Inputs are (L, C). last_values (C,): V of the observation after an unroll.
-    timeout_values: V of the observation after a truncated step, or its substitute."""
+    """Rewards, values, timeout_values and ends of unrolls, (L, C) -> advantages, returns (L, C). last_values (C,): V
+    after the last step of an unroll. timeout_values: V of the observation after a truncated step, or its substitute."""
     if args.timeouts == "masked":  # Brax: reward V(s_t), next value 0: no error, no advantage (before --norm-adv)
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
     next_values = torch.where(truncations, timeout_values, torch.cat([values[1:], last_values.unsqueeze(0)]))
     ends = terminations, truncations
     advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    if args.advantages == "brax":  # r_t + gamma R_{t+1} - V(s_t), R the lambda return, is delta_t + gamma A_{t+1}
+    if args.advantages == "brax":  # with R = returns: r_t + gamma R_{t+1} - V(s_t) = delta_t + gamma A_{t+1}
         next_returns = torch.where(truncations, timeout_values, torch.cat([returns[1:], last_values.unsqueeze(0)]))
         advantages = rewards + args.gamma * next_returns.masked_fill(terminations, 0.0) - values
     return advantages, returns
@@ -281,13 +281,13 @@ def normal_kl(old_mean, old_std, new_mean, new_std):
 
 
 def ppo_loss(agent, args, minibatch):
-    """Loss of a minibatch, and its metrics by name. minibatch: {name: tensor}, all (L, M, ...) with --unroll-length,
-    otherwise (1, M, ...)."""
+    """Loss of a minibatch, and its metrics by name. minibatch: {name: tensor}, (L, M, ...) with --unroll-length (but
+    last_critic_obs (1, M, P)), otherwise (1, M, ...)."""
     mean, std = agent.get_mean_and_std(minibatch["obs"])
     new_log_probs, entropy = agent.get_log_prob_and_entropy(mean, std, minibatch["actions"])
     log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration, up to rounding
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    if args.recompute_targets:  # Google: with the current critic
+    if args.recompute_targets:  # Google: with the current critic, whose values are the timeout_values too
         critic_obs = torch.cat([minibatch["critic_obs"], minibatch["last_critic_obs"]])  # (L + 1, M, P)
         new_values = agent.get_value(critic_obs)
         last_values, new_values = new_values[-1].detach(), new_values[:-1]
@@ -319,14 +319,14 @@ def ppo_loss(agent, args, minibatch):
         "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
         # Exact, of the normal distributions. Squashing by tanh does not change it.
         "kl": normal_kl(minibatch["means"], minibatch["stds"], mean, std).mean(),
-        "clipfrac": (log_ratio.expm1().abs() > args.clip_coef).float().mean(),
+        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
 def adapt_learning_rate(learning_rate, kl, desired_kl):
-    """The new learning rate: / 1.5 above twice the desired KL, * 1.5 below half of it. A KL of 0, as in the first
-    minibatch of an iteration, says nothing and changes nothing. Tensors in and out."""
+    """The new learning rate: divided by 1.5 if the KL is above twice desired_kl, multiplied by 1.5 if it is below half.
+    A KL of 0 changes nothing: the first minibatch of an iteration always has it. Tensors in and out."""
     lower = (learning_rate / 1.5).clamp(min=1e-5)  # rsl_rl's bounds
     higher = (learning_rate * 1.5).clamp(max=1e-2)
     too_small = (kl < desired_kl / 2) & (kl > 1e-9)
@@ -334,7 +334,7 @@ def adapt_learning_rate(learning_rate, kl, desired_kl):
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns are equal."""
+    """1 - Var(returns - values) / Var(returns): 1 if perfect, 0 for a constant critic, NaN if all returns are equal."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
@@ -353,7 +353,7 @@ def train(args=None, resume=None):
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
     L = args.unroll_length or T
-    C = N * T // (args.unroll_length or 1)  # columns of the batch: unrolls, or single steps
+    M = N * T // (args.unroll_length or 1) // args.num_minibatches  # columns of a minibatch: unrolls or single steps
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
     envs = make_envs(args, N, device)
@@ -370,7 +370,7 @@ def train(args=None, resume=None):
 
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
-        # All parameters become views of one vector: Adam is faster. Add modules to the agent above this line. Matrices
+        # Make all parameters views of one vector, for a faster Adam. Add modules to the agent above this line. Matrices
         # come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
@@ -380,7 +380,7 @@ def train(args=None, resume=None):
         flat_parameters.grad = torch.zeros_like(flat_parameters)
         for parameter, part in zip(parameters, flat_parameters.grad.split([x.numel() for x in parameters])):
             parameter.grad = part.view_as(parameter)
-        actor = [parameter for name, parameter in agent.named_parameters() if not name.startswith("critic")]
+        actor = [parameter for name, parameter in agent.named_parameters() if not name.startswith("critic.")]
         lr = torch.tensor(args.learning_rate, device=device)  # --desired-kl changes it without waiting for the device
         optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-8, fused=True)
         if resume:
@@ -402,7 +402,7 @@ def train(args=None, resume=None):
             gradients = torch.autograd.grad(loss, parameters)
             return torch.cat([gradient.flatten() for gradient in gradients]), metrics
 
-        # A number that changes during the run: see `compiled`.
+        # To change a number such as args.ent_coef during the run, see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -414,8 +414,8 @@ def train(args=None, resume=None):
         rewards, returns_so_far, lengths_so_far = torch.zeros(3, T, N, device=device)
         terminations, truncations, has_final_obs, logged_ends = torch.zeros(4, T, N, dtype=torch.bool, device=device)
         episode_returns, episode_lengths = torch.zeros(2, N, device=device)
-        shortened = torch.zeros(N, dtype=torch.bool, device=device)  # first episodes that end early, hence not logged
-        # Random first steps: else all time limits fall in the same step, and a batch holds one phase of the episode.
+        shortened = torch.zeros(N, dtype=torch.bool, device=device)  # in a staggered first episode, which is not logged
+        # Otherwise all environments reach the time limit together, and a batch holds one phase of the episode.
         if args.stagger_envs and hasattr(envs, "episode_length_buf"):
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
             shortened.fill_(True)
@@ -447,8 +447,9 @@ def train(args=None, resume=None):
                 episode_lengths.masked_fill_(ended, 0.0)
             raw_obs[T], raw_critic_obs[T] = next_obs, next_critic_obs
             end_steps = global_step + args.num_envs * (logged_ends.nonzero()[:, 0] + 1)
-            columns = end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long()
-            episodes = [dict(zip(("step", "return", "length"), row)) for row in zip(*(x.tolist() for x in columns))]
+            columns = (end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long())
+            rows = zip(*(x.tolist() for x in columns))
+            episodes = [{"step": step, "return": total, "length": length} for step, total, length in rows]
             global_step += T * args.num_envs
             rollout_end = time.monotonic()
 
@@ -493,9 +494,9 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------- update
             all_metrics = []
             for _ in range(args.update_epochs):
-                permutation = torch.randperm(C, device=device)
+                permutation = torch.randperm(M * args.num_minibatches, device=device)
                 b_tensors = [x[:, permutation] for x in batch.values()]
-                for minibatch in zip(*(x.split(C // args.num_minibatches, dim=1) for x in b_tensors)):  # (1 or L, M)
+                for minibatch in zip(*(x.split(M, dim=1) for x in b_tensors)):  # (L, M, ...) or (1, M, ...)
                     gradient, metrics = compute_gradient(dict(zip(batch, minibatch)))
                     metrics = {name: average_over_ranks(metric) for name, metric in metrics.items()}
                     if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
@@ -588,9 +589,9 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again; the ninth
-    is an error. A schedule needs a tensor: after `run = ...` write
-    args = dataclasses.replace(args, ent_coef=torch.tensor(0.01)), and in the loop args.ent_coef.fill_(...)."""
+    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again. The ninth
+    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
+    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -606,9 +607,10 @@ class VectorEnvs(Protocol):
     reset(seed) -> observations, infos
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
-    Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. A step that ends an episode
-    returns the first one of the next, and the last one in infos["final_obs"], if it can. infos["log"] and ["episode"]
-    map names to numbers to log. --stagger-envs needs max_episode_length and episode_length_buf (N,), their steps."""
+    Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets environments whose
+    episode ended, and returns their first new observation. If it can, infos["final_obs"] has the last ones: N rows, in
+    the same form. infos["log"] and ["episode"] are {name: number}: `train` logs them. --stagger-envs needs
+    max_episode_length, and episode_length_buf (N,), the step counts of the episodes."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
@@ -627,13 +629,12 @@ def split_obs(obs):
 
 def read_log(infos):
     """The numbers that a simulator logs, such as reward terms, under rsl_rl's names: {name: tensor ()}"""
-    numbers = {**infos.get("episode", {}), **infos.get("log", {})}
-    names = {name: name if "/" in name else f"Episode/{name}" for name in numbers}
-    return {names[name]: torch.as_tensor(value).float().mean() for name, value in numbers.items()}
+    numbers = {**infos.get("episode", {}), **infos.get("log", {})}.items()
+    return {name if "/" in name else f"Episode/{name}": torch.as_tensor(x).float().mean() for name, x in numbers}
 
 
 class BraxEnvs:
-    """Environments of Brax (JAX). Tensors share the memory of its arrays. Episodes of an environment begin alike."""
+    """Brax (JAX). Tensors share memory with its arrays. An environment begins all its episodes in the same state."""
 
     def __init__(self, name, num_envs, device, backend="spring", episode_length=1000):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the whole GPU
@@ -671,10 +672,10 @@ class BraxEnvs:
 
 
 class GymEnvs:
-    """A vector of gymnasium environments as VectorEnvs. Its arrays are copied to the device and back in every step."""
+    """A vector of gymnasium environments as VectorEnvs. Every step copies observations to the device, actions back."""
 
     def __init__(self, env_id, num_envs, device, **kwargs):
-        # Flattening copies: the environment may begin the next episode in the array that it returned.
+        # Flattening also copies. Otherwise an environment could overwrite its final observation when it resets.
         kwargs["wrappers"] = [gym.wrappers.FlattenObservation]
         kwargs["vector_kwargs"] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         self.envs = gym.make_vec(env_id, num_envs, "sync", **kwargs)
@@ -698,7 +699,7 @@ def make_envs(args, num_envs, device):
         envs = BraxEnvs(args.env_id[5:], num_envs, device, **kwargs)
     elif re.fullmatch(r"[\w.]+:\w+", args.env_id):  # gymnasium's own MODULE:NAME-v0 has a hyphen
         module, function = args.env_id.split(":")
-        rank = dist.get_rank() if dist.is_initialized() else 0  # each process makes other simulators
+        rank = dist.get_rank() if dist.is_initialized() else 0  # each process seeds its simulators differently
         envs = getattr(importlib.import_module(module), function)(num_envs, device, args.seed + 1000 * rank, **kwargs)
     else:
         envs = GymEnvs(args.env_id, num_envs, device, **kwargs)
@@ -770,7 +771,7 @@ class Run:
         optimizer.load_state_dict(self.checkpoint["optimizer"])
 
     def log(self, global_step, episodes, scalars):
-        """One point per metric and iteration. episodes: dicts of step, return and length
+        """One point per metric and iteration. episodes: dicts of step, return and length.
         scalars: {name: number or tensor ()}"""
         now, text = time.monotonic(), "no whole episode yet"
         for x in episodes:
@@ -824,8 +825,8 @@ class Run:
             self.wandb.finish()
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
-        script, env_id = Path(__file__).name, f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step >= self.total_steps:
+        script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # no room for an iteration
             say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}; to use it elsewhere: --export {self.dir}")
         elif (self.dir / "checkpoint.pt").exists():
             say(f"stopped; to continue: python {script} --resume {self.dir}{env_id}")
@@ -917,7 +918,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and not value.isdecimal():
             with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
+                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
             continue

@@ -14,23 +14,23 @@
     python variants/ppo_rlhf.py --evaluate runs/NAME    # answers of the trained actor, their scores and KL
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
-Four models, as in DeepSpeed-Chat: the actor begins as a copy of the supervised language model (the reference), the
-critic as a copy of the reward model. These two learn. An answer is an episode. A token, also EOS, is an action.
+As in DeepSpeed-Chat, the actor begins as a copy of the supervised language model (the reference), and the critic as a
+copy of the reward model (--reward: of the reference). These two learn. An answer is an episode, each token an action.
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer also
    gets the clipped score, EOS or not. DeepSpeed-Chat puts the score one token later if an answer ends early.
 2. An answer ends at its first end token. Padding is masked, so it may be the end token (GPT-2).
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
-4. Losses are means over the tokens of a minibatch: a long answer weighs more. Policy and value are clipped.
+4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
    cache, so the first minibatch of an iteration has probability ratio 1.
 6. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only.
 7. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16.
 
-Shapes: B = answers of a process in an iteration, M = answers of a minibatch, S = answers of a micro-batch, P = longest
-prompt, R = longest answer, L = P + R, V = vocabulary; (tokens,) are the trained tokens of a micro-batch. Prompts are
-padded on the left, answers on the right: all answers begin in column P.
+Shapes, in each process: B = answers of an iteration, M = answers of a minibatch, S = answers of a micro-batch,
+P = longest prompt, R = longest answer, L = P + R, V = vocabulary, (tokens,) = trained tokens of a micro-batch. Prompts
+are padded on the left, answers on the right. So all answers begin in column P.
 """
 
 import argparse
@@ -85,10 +85,10 @@ class Args:  # the comments are what --help prints
     bf16: bool = True  # CUDA: forward passes in bfloat16
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
     # --- answers
-    response_length: int = 16  # tokens that an answer has at most, EOS included
-    min_response_length: int = 1  # shorter answers, EOS included, are scored but not trained on
+    response_length: int = 16  # longest answer in tokens; EOS counts
+    min_response_length: int = 1  # answers with fewer tokens are scored, but not trained on; EOS counts
     temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
-    top_k: int = 0  # sample from the k likeliest tokens; the losses use all of them; 0: from all
+    top_k: int = 0  # sample from the k likeliest tokens; 0: from all. The losses always use all tokens
     top_p: float = 1.0  # sample from the likeliest tokens that add up to this probability; 1: all
     # --- PPO
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
@@ -137,7 +137,7 @@ def model_inputs(sequences, attention_mask):
 
 
 def log_probs_and_entropy(logits, labels):
-    """Log-probabilities of the tokens labels (...) under logits (..., V), and the entropies (...), without gradient."""
+    """Log-probability of each token in labels (...), given logits (..., V). Entropy (...) too; it has no gradient."""
     all_log_probs = logits.log_softmax(-1)
     with torch.no_grad():
         entropy = torch.special.entr(all_log_probs.exp()).sum(-1)
@@ -170,22 +170,22 @@ def get_scores(reward_model, sequences, attention_mask, mask):
     return score_tokens(reward_model, sequences, attention_mask)[:, -mask.shape[1] :].gather(1, last).squeeze(1)
 
 
-def score_answers(args, reward_model, answers, texts, size):
-    """Scores (B,) of answers, by --reward from their texts [(prompt, answer), ...] or by the model, size at once."""
+def score_answers(args, reward_model, batch, texts, size):
+    """Scores (B,). --reward reads texts [(prompt, answer), ...]. The model takes size answers at a time."""
     if args.reward is None:
-        return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in answers))])
+        return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in batch))])
     scores = torch.tensor(pkgutil.resolve_name(args.reward)(*map(list, zip(*texts))), dtype=torch.float32)
     if scores.shape != (len(texts),):
         raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)} for {len(texts)} answers")
-    return scores.to(answers[0].device)
+    return scores.to(batch[0].device)
 
 
 # ================================================================================================ advantages and losses
 
 
 def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
-    """kl = log_probs - reference's, mask (B, R), scores (B,) -> rewards (B, R): the KL penalty of every token; on the
-    last one of the answer the clipped score too; 0 behind it."""
+    """kl = log_probs - reference's, mask (B, R), scores (B,) -> rewards (B, R). Every token gets its KL penalty. The
+    last token of an answer also gets the clipped score. Rewards after it are 0."""
     rewards = (-kl_coef * kl).masked_fill(~mask, 0.0)  # (B, R)
     last = mask.sum(-1, keepdim=True) - 1  # (B, 1)
     return rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
@@ -212,7 +212,7 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     terminates the episode, EOS or not: the score is for the text within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
-    never = torch.zeros_like(mask)  # no ends: the next value is 0 already
+    never = torch.zeros_like(mask)  # needs no ends: rewards and values after an answer are 0
     steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
@@ -236,7 +236,7 @@ def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
 
 
 def apply_gradient(model, optimizer, max_grad_norm):
-    """One step of a model on the gradients that its losses have left, averaged over ranks."""
+    """One optimizer step of a model. Averages its gradient over ranks and clips the norm first."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # not used, or no answer of this rank is long enough
@@ -248,7 +248,7 @@ def apply_gradient(model, optimizer, max_grad_norm):
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns are equal."""
+    """1 - Var(returns - values) / Var(returns): 1 if perfect, 0 for a constant critic, NaN if all returns are equal."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, torch.nan)
 
@@ -280,13 +280,13 @@ def train(args=None, resume=None):
         for parameter in [*reference.parameters(), *reward_model.parameters()]:
             average_over_ranks(parameter)  # equal on all ranks: processors may round the built-in models differently
         actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
-        reward_model = reference if args.reward else reward_model  # a function scores: free the memory of the model
+        reward_model = reference if args.reward else reward_model  # with --reward nothing uses it: free its memory
         checkpointing = on_cuda and args.gradient_checkpointing
         for model in (actor, critic) if checkpointing else ():
             model.gradient_checkpointing_enable()
         actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
         critic_optimizer = torch.optim.Adam(critic.parameters(), betas=(0.9, 0.95))
-        default_lrs = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)  # trained models need smaller steps
+        default_lrs = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)  # large models need smaller steps
         actor_lr = default_lrs[0] if args.actor_learning_rate is None else args.actor_learning_rate
         critic_lr = default_lrs[1] if args.critic_learning_rate is None else args.critic_learning_rate
         end_tokens = torch.tensor(actor.generation_config.eos_token_id, device=device)
@@ -316,29 +316,29 @@ def train(args=None, resume=None):
             actor.eval()
             critic.eval()
             with autocast:
-                answers = generate(actor, tokenizer, iteration_prompts)
-            sequences, attention_mask, mask = answers  # (B, L), (B, L), (B, R)
-            rollout_time = time.time()
+                batch = generate(actor, tokenizer, iteration_prompts)
+            sequences, attention_mask, mask = batch  # (B, L), (B, L), (B, R)
+            generated_at = time.time()
             parts = []
             with torch.no_grad(), autocast:
-                for part in zip(*(x.split(S) for x in answers)):
+                for part in zip(*(x.split(S) for x in batch)):
                     log_probs, _ = get_log_probs(actor, *part, args.temperature)
                     ref_log_probs, _ = get_log_probs(reference, *part, args.temperature)
                     parts.append((log_probs, ref_log_probs, get_values(critic, *part)))
                 texts = decode(tokenizer, iteration_prompts, sequences, mask)
-                scores = score_answers(args, reward_model, answers, texts, S)  # (B,)
+                scores = score_answers(args, reward_model, batch, texts, S)  # (B,)
             log_probs, ref_log_probs, values = (torch.cat(x) for x in zip(*parts))  # (B, R)
             if not scores.isfinite().all():
                 raise UsageError(f"iteration {iteration}: a score is NaN or infinite; the last checkpoint is kept")
 
             # --------------------------------------------------------------------------------------------- advantages
-            kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # summed per answer, its mean estimates the KL
+            kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # (B, R); the sum over an answer estimates its KL
             rewards = compute_rewards(kl, scores, mask, args.kl_coef, args.clip_reward)
             advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)  # (B, R)
             trained = mask & (mask.sum(-1, keepdim=True) >= args.min_response_length)  # (B, R)
 
             # ------------------------------------------------------------------------------------------------- update
-            update_time = time.time()
+            update_began_at = time.time()
             names = "policy_loss", "value_loss", "values", "entropy", "approx_kl", "old_approx_kl", "clipfrac"
             metrics, num_minibatches = torch.zeros(len(names), device=device), 0
             actor.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
@@ -371,8 +371,8 @@ def train(args=None, resume=None):
                         value_loss = clipped_value_loss(new_values, old_values, targets, args.vf_clip_coef)
                         (weight * value_loss).backward()
                         with torch.no_grad():
-                            k1, k3 = -log_ratio.mean(), (log_ratio.expm1() - log_ratio).mean()  # of KL(old, new)
-                            clipfrac = (log_ratio.expm1().abs() > args.clip_coef).float().mean()
+                            k3, k1 = (log_ratio.expm1() - log_ratio).mean(), -log_ratio.mean()  # estimate KL(old, new)
+                            clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
                             losses = policy_loss, value_loss, new_values.mean(), entropy.mean(), k3, k1, clipfrac
                             metrics += weight * torch.stack(losses)
                     apply_gradient(actor, actor_optimizer, args.max_grad_norm)
@@ -382,30 +382,30 @@ def train(args=None, resume=None):
                 raise UsageError(f"iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
 
             # -------------------------------------------------------------------------------------------- log and save
-            ended = mask & torch.isin(sequences[:, -mask.shape[1] :], end_tokens)
             scalars = {
-                "charts/reward": scores.mean(),
+                "charts/reward": scores.mean(),  # the scores alone, neither clipped nor with the KL penalty
                 "charts/kl": kl.sum(-1).mean(),  # KL(actor, reference) in nats per answer, by k1
                 "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3: of less variance, never below 0
                 "charts/response_length": mask.sum(-1).float().mean(),
-                "charts/ended": ended.any(-1).float().mean(),  # share of answers that end with an end token
+                # The share of answers that end with an end token.
+                "charts/ended": torch.isin(sequences[:, -mask.shape[1] :], end_tokens).any(-1).float().mean(),
                 **{f"losses/{name}": metric / num_minibatches for name, metric in zip(names, metrics)},
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
             }
             if args.model is None:
                 task_scores = [task_score(answer) for _, answer in texts]
                 scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
-            # Times num_ranks, because the loop below takes the mean. The update also counts prompts, once per epoch.
-            num_tokens = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
-            scalars["charts/generated_tokens_per_second"] = num_tokens[0] / (rollout_time - start_time)
-            scalars["charts/trained_tokens_per_second"] = num_tokens[1] / (time.time() - update_time)
+            # Times num_ranks: the loop below takes the mean. The update's tokens include prompts, once per epoch.
+            token_counts = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
+            scalars["charts/generated_tokens_per_second"] = token_counts[0] / (generated_at - start_time)
+            scalars["charts/trained_tokens_per_second"] = token_counts[1] / (time.time() - update_began_at)
             for value in scalars.values():
                 average_over_ranks(value)
             scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
             run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
             if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
+                run.save_model(actor, tokenizer, "actor")  # first: a kill between the two repeats some iterations
                 run.save(learners)
-                run.save_model(actor, tokenizer, "actor")
         return actor, run.dir
 
 
@@ -421,8 +421,10 @@ def check(args, num_ranks):
     given = [args.model, args.prompts, args.reward_model or args.reward]
     if any(given) != all(given) or (args.reward_model and args.reward):
         raise UsageError("give --model, --prompts and either --reward-model or --reward; or none (the built-in task)")
-    if args.reward:
-        pkgutil.resolve_name(args.reward)  # fails now, not after the first answers
+    if args.reward:  # fails now, not after the first answers
+        module, _, function = args.reward.partition(":")
+        if not hasattr(pkgutil.resolve_name(module), function):
+            raise UsageError(f"--reward {args.reward}: write MODULE:FUNCTION, a function of that module")
     if args.batch_size % (parts := num_ranks * args.num_minibatches):
         raise UsageError(f"--batch-size must be a multiple of num_minibatches * processes = {parts}")
     if args.min_response_length > args.response_length:
@@ -454,8 +456,8 @@ def average_over_ranks(x):
     return x
 
 
-# The built-in task: speak well of the thing that the prompt asks about. The supervised model has learned to answer from
-# writers who liked half of what they ate; the reward model has learned to tell how much they liked it.
+# The built-in task: praise the thing that the prompt asks about. Half of the judgements in the demonstrations are good.
+# The supervised model learns to write such answers. The reward model learns their share of good judgements.
 REQUESTS = "how is the {} ?", "tell us about the {} please .", "what did you think about the {} today ?"
 THINGS = "soup", "salad", "bread", "coffee", "service", "music", "fish", "cake"
 BUILTIN_PROMPTS = [request.format(thing) for request in REQUESTS for thing in THINGS]
@@ -498,13 +500,13 @@ def make_builtin_models(args):
             words = generator.choices(GOOD + BAD, k=generator.choice((1, 2, 3)))
             words = [f"{generator.choice(ADVERBS)} {word}" if generator.random() < 0.5 else word for word in words]
             answers.append(f"it is {' and '.join(words)} .")
-        prompt_ids, prompt_mask = pad_left([tokenizer(prompt).input_ids for prompt in prompts], 0)
+        prompt_ids, prompt_mask = pad_left([tokenizer(prompt).input_ids for prompt in prompts], 0)  # 0: <eos>
         rows = [torch.tensor(tokenizer(answer).input_ids + [0]) for answer in answers]
         batch = join_answers(prompt_ids, prompt_mask, nn.utils.rnn.pad_sequence(rows, batch_first=True), 0)
         log_probs, _ = get_log_probs(model, *batch, temperature=1.0)
         errors = get_scores(reward_model, *batch) - torch.tensor([task_score(answer) for answer in answers])
         optimizer.zero_grad()
-        (errors.square().mean() - log_probs[batch[-1]].mean()).backward()
+        (errors.square().mean() - log_probs[batch[-1]].mean()).backward()  # batch[-1]: the mask
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / args.supervised_steps)
         optimizer.step()
     return tokenizer, model, reward_model
@@ -524,7 +526,7 @@ def load_model(kind, name, new_layer=None):
     model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
     if missing := set(info["missing_keys"]) - {new_layer}:
         raise UsageError(f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(missing)}")
-    model.config.dtype = config.dtype or torch.float32  # of the files: save_model writes it again
+    model.config.dtype = config.dtype or torch.float32  # the dtype in the files; save_model uses it
     return model, AutoTokenizer.from_pretrained(name, padding_side="left")
 
 
@@ -560,7 +562,7 @@ def make_models(args, device, run_dir=None):
 
 
 def store_in_bfloat16(*models):
-    """For frozen models under autocast, which rounds float32 matrices at every call: the results stay the same."""
+    """Round the matrices of frozen models once. Autocast would round them at every call, to the same values."""
     for model in models:
         kept = model.get_input_embeddings().weight  # and an output layer that is tied to it
         for name, module in model.named_modules():
@@ -610,7 +612,7 @@ def load_prompts(args, tokenizer, *models):
 
 
 def draw_prompts(prompts, start, count, seed):
-    """Prompts start to start + count of an endless row of passes over all of them, each in an order of its own."""
+    """count prompts from place start of an endless list: all prompts, shuffled anew for each pass."""
     passes = range(start // len(prompts), (start + count - 1) // len(prompts) + 1)
     order = np.concatenate([np.random.default_rng([seed, n]).permutation(len(prompts)) for n in passes])
     first = start - passes[0] * len(prompts)
@@ -672,8 +674,8 @@ class Run:
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
             self.wandb_table = wandb.Table
-        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; metrics.csv is cut.
         total, initial = num_iterations * args.batch_size, self.iteration * args.batch_size
+        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; metrics.csv is cut.
         self.writer = SummaryWriter(self.dir, purge_step=initial + 1)
         if resume:
             os.truncate(self.dir / "metrics.csv", self.checkpoint["metrics_size"])
@@ -710,17 +712,17 @@ class Run:
         self.iteration = iteration
 
     def save_model(self, model, tokenizer, name):
-        """A folder for transformers' from_pretrained, with the tokenizer, in the dtype of the model's own files."""
+        """Save a model with its tokenizer for from_pretrained, in the dtype that the model's files had."""
         model = copy.deepcopy(model).to(model.config.dtype)
         model.generation_config = getattr(model, "own_generation_config", None)  # a reward model has none
         for part in (model, tokenizer):
             part.save_pretrained(self.dir / f"{name}.tmp")
         shutil.rmtree(self.dir / name, ignore_errors=True)
-        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # so that a kill leaves no half of it
+        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # a kill never leaves a half-written folder
 
     def save(self, learners):
         """Replace checkpoint.pt atomically, so that a kill leaves a whole file."""
-        self.writer.flush()  # logs first: a checkpoint must not count rows that are not on disk
+        self.writer.flush()  # logs first: they must be on disk before the checkpoint that counts them
         checkpoint = {name: learner.state_dict() for name, learner in learners.items()}
         checkpoint |= {
             "args": vars(self.args),
@@ -739,10 +741,11 @@ class Run:
         self.lock.release()
         if self.args.track:
             self.wandb.finish()
+        script, reward = os.path.relpath(__file__), f" --reward {self.args.reward}" if self.args.reward else ""
         if self.iteration >= self.num_iterations:
-            say(f"trained model: {self.dir}/actor; to evaluate: python {Path(__file__).name} --evaluate {self.dir}")
+            say(f"trained model: {self.dir}/actor; to evaluate: python {script} --evaluate {self.dir}{reward}")
         elif (self.dir / "checkpoint.pt").exists():
-            say(f"stopped; to continue: python {Path(__file__).name} --resume {self.dir}")
+            say(f"stopped; to continue: python {script} --resume {self.dir}{reward}")
 
 
 def say(text):
@@ -768,7 +771,7 @@ def evaluate(run_dir, args):
     device, *_ = start_device(args)
     tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
-    # requires_grad: only then does autocast keep the weights that it has rounded, and not round them for every token.
+    # requires_grad: else autocast would not keep the rounded weights, but round them again for every token.
     actor = copy.deepcopy(reference).requires_grad_(True)
     actor.load_state_dict(load_checkpoint(run_dir)["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
@@ -779,17 +782,16 @@ def evaluate(run_dir, args):
     for start in range(0, args.eval_episodes, S):
         some = prompts[start : start + S]
         with autocast:
-            sequences, _, mask = answers = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
-            log_probs, ref_log_probs = (get_log_probs(x, *answers, args.temperature)[0] for x in (actor, reference))
+            sequences, _, mask = batch = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
+            log_probs, ref_log_probs = (get_log_probs(x, *batch, args.temperature)[0] for x in (actor, reference))
             texts += decode(tokenizer, some, sequences, mask)
-            scores.append(score_answers(args, reward_model, answers, texts[start:], S))
+            scores.append(score_answers(args, reward_model, batch, texts[start:], S))
         kls.append((log_probs - ref_log_probs).masked_fill(~mask, 0.0).sum(-1))
     return texts, torch.cat(scores), torch.cat(kls)
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
-    and 1e6 for an integer."""
+    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:
         flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
@@ -798,10 +800,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and not value.isdecimal():
             with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else f"{flag}{equals}" * bool(equals) + f"{float(value):.0f}"
-        elif isinstance(current, tuple) and value.startswith("["):
-            argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
-            continue
+                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
         argv.append(word)
     return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
 
@@ -833,7 +832,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (UsageError, ImportError, OSError) as error:  # of --reward; of transformers and the disk
+    except (UsageError, ImportError, OSError) as error:  # ImportError: --reward. OSError: transformers, the disk
         print(f"{Path(__file__).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
