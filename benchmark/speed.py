@@ -221,16 +221,17 @@ def discrete_case(envs, cleanrl):
     flags = {"env_id": "CartPole-v1", "num_envs": envs, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
     flags |= {"learning_rate": 2.5e-4, "ent_coef": 0.01, "clip_vloss": True}
     settings = {"n_steps": 128, "batch_size": 32 * envs, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
-    contestants = sb3_and_sbx("CartPole-v1", envs, 8192, 73728, **settings)
+    long = 73728 if envs < 64 else 401408  # 64 are faster
+    contestants = sb3_and_sbx("CartPole-v1", envs, 8192, long, **settings)
     if importlib.util.find_spec("rejax"):
         settings = {"num_steps": 128, "num_minibatches": 4, "num_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
         contestants["rejax"] = (rejax("CartPole-v1", envs, **settings), 131072, 4325376)
     if cleanrl:
-        contestants["CleanRL"] = (from_checkout(cleanrl, "cleanrl/ppo.py", **flags), 8192, 73728)
+        contestants["CleanRL"] = (from_checkout(cleanrl, "cleanrl/ppo.py", **flags), 8192, long)
     mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False)
     return contestants | {
-        "ppo_discrete": (mine, 16384, 278528),
-        "simulator": (simulator("CartPole-v1", envs), 8192, 278528),
+        "ppo_discrete": (mine, 16384, 278528 if envs < 64 else 802816),
+        "simulator": (simulator("CartPole-v1", envs), 8192, 278528 if envs < 64 else 802816),
     }
 
 
