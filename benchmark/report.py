@@ -387,7 +387,7 @@ def headline():
             cells.append(number(row["mean_return"], unit) + mark if row else "")
         lines.append([env_id, *cells])
     cases = {"continuous-8": "HalfCheetah-v4, 8 x 256", "continuous-1": "HalfCheetah-v4, 1 x 2048"}
-    cases |= {"discrete": "CartPole-v1, 4 x 128"}
+    cases |= {"discrete": "CartPole-v1, 4 x 128", "discrete-64": "CartPole-v1, 64 x 128"}
     speed = {(row["case"], row["contestant"]): row for row in read_csv(RESULTS / "speed.csv")}
     others = [name for name in ("SB3", "CleanRL", "LeanRL", "SBX") if any(peer == name for _, peer in speed)]
     timings = []
@@ -396,8 +396,10 @@ def headline():
         steps = [speed.get((case, name), {"steps_per_second": ""})["steps_per_second"] for name in others]
         timings.append([title, *(f"{int(x):,}" if x else "" for x in (ours["steps_per_second"], *steps))])
     text = (
-        "Environment steps per second on one CPU thread, at equal settings, without compilation (blank: not measured):"
+        "Environment steps per second on one CPU thread, at equal settings, without compilation (blank: not measured)."
     )
+    if rejax := speed.get(("discrete", "rejax")):
+        text += f" rejax, whose CartPole is compiled too, makes {int(rejax['steps_per_second']):,} at 4 x 128."
     return [
         *table(columns, lines),
         "",
