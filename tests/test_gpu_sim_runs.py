@@ -214,7 +214,8 @@ def test_interrupt_and_resume_latest(tmp_path, main):
     assert 0 < saved < 10**8 and saved % 160 == 0
     words = "--resume=latest", "--runs-dir", tmp_path / "runs", "--env-id", SMALL["env_id"]
     finished = main(script, *words, f"--total-timesteps={saved + 320}")
-    assert finished.returncode == 0 and f"python {os.path.relpath(script.__file__)} --evaluate {run_dir}" in finished.stdout
+    assert finished.returncode == 0, finished.stderr
+    assert f"python {os.path.relpath(script.__file__)} --evaluate {run_dir}" in finished.stdout
     assert script.load_checkpoint(run_dir)["global_step"] == saved + 320
 
 

@@ -133,7 +133,8 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
         stop_in_iteration(4, patch)
         ppo_rlhf.train(rlhf_args(**changes))
     (half,) = {*whole.parent.iterdir()} - {whole}
-    assert f"stopped; to continue: python {os.path.relpath(ppo_rlhf.__file__)} --resume {half}\n" in capsys.readouterr().out
+    script = os.path.relpath(ppo_rlhf.__file__)
+    assert f"stopped; to continue: python {script} --resume {half}\n" in capsys.readouterr().out
     assert ppo_rlhf.load_checkpoint(half)["iteration"] == 2 and len(rows(half)) == 3
     ppo_rlhf.train(resume=half)
     assert_same_learner(ppo_rlhf.load_checkpoint(half), ppo_rlhf.load_checkpoint(whole))
@@ -144,8 +145,8 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
 
 
 def test_kill_while_writing_a_checkpoint(rlhf_args, monkeypatch):
-    """The process dies with half of its second checkpoint written: the first is whole, with the actor that
-    transformers loads, and the run goes on from it."""
+    """The process dies with half of its second checkpoint written: the first is whole, transformers loads the actor,
+    and the run goes on. At its end the actor is the checkpoint's."""
     args = rlhf_args(checkpoint_interval=2)
     original, calls = torch.save, []
 
@@ -161,13 +162,14 @@ def test_kill_while_writing_a_checkpoint(rlhf_args, monkeypatch):
         child = fork(ppo_rlhf.train, args)
     assert exit_status(child) == -signal.SIGKILL
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
-    saved = ppo_rlhf.load_checkpoint(run_dir)
-    assert saved["iteration"] == 2
-    actor = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
-    torch.testing.assert_close(actor.state_dict(), saved["actor"], atol=0, rtol=0)
+    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 2
+    transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
     ppo_rlhf.train(resume=run_dir)
     assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
-    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 4
+    saved = ppo_rlhf.load_checkpoint(run_dir)
+    assert saved["iteration"] == 4
+    actor = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
+    torch.testing.assert_close(actor.state_dict(), saved["actor"], atol=0, rtol=0)
 
 
 def test_wandb_gets_every_value_once_and_sample_answers(rlhf_args, offline_wandb):

@@ -404,7 +404,9 @@ def train(args=None, resume=None):
             scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
             run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
             if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
-                run.save_model(actor, tokenizer, "actor")  # first: a kill between the two repeats some iterations
+                run.save_model(
+                    actor, tokenizer, "actor"
+                )  # first: after a kill between the two, --resume writes it anew
                 run.save(learners)
         return actor, run.dir
 
