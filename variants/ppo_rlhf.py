@@ -404,9 +404,7 @@ def train(args=None, resume=None):
             scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
             run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
             if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
-                run.save_model(
-                    actor, tokenizer, "actor"
-                )  # first: after a kill between the two, --resume writes it anew
+                run.save_model(actor, tokenizer, "actor")  # first: --resume writes it anew after a kill
                 run.save(learners)
         return actor, run.dir
 
