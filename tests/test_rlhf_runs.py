@@ -144,26 +144,36 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
     assert all(one[name] == two[name] for name in two if "second" not in name)
 
 
-def test_kill_while_writing_a_checkpoint(rlhf_args, monkeypatch):
-    """The process dies with half of its second checkpoint written: the first is whole, transformers loads the actor,
-    and the run goes on. At its end the actor is the checkpoint's."""
+@pytest.mark.parametrize("place", ["checkpoint", "actor"])
+def test_kill_while_saving(rlhf_args, monkeypatch, place):
+    """The process dies with half of its second checkpoint written, or before the second actor replaces the first. The
+    first checkpoint is whole, transformers loads the actor, and the run goes on. At its end the actor is the
+    checkpoint's."""
     args = rlhf_args(checkpoint_interval=2)
-    original, calls = torch.save, []
+    save, replace, calls = torch.save, os.replace, []
 
     def half(checkpoint, path):
-        original(checkpoint, path)
-        calls.append(1)
-        if len(calls) == 2:
+        save(checkpoint, path)
+        calls.append("checkpoint")
+        if place == "checkpoint" and calls.count("checkpoint") == 2:
             os.truncate(path, os.path.getsize(path) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def no_second_actor(source, target):
+        calls.append(target.name)
+        if place == "actor" and calls.count("actor") == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half)
+        patch.setattr(ppo_rlhf.os, "replace", no_second_actor)
         child = fork(ppo_rlhf.train, args)
     assert exit_status(child) == -signal.SIGKILL
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 2
-    transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
+    if place == "checkpoint":
+        transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
     ppo_rlhf.train(resume=run_dir)
     assert [row["iteration"] for row in rows(run_dir)] == ["1", "2", "3", "4"]
     saved = ppo_rlhf.load_checkpoint(run_dir)
