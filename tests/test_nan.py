@@ -38,10 +38,14 @@ class NanEnd(probes.Chain):
 class NanLater(probes.Target):
     """Observes NaN after its 300th step, and takes any action, also the one that NaN leads to."""
 
+    def __init__(self, discrete, number=300):
+        super().__init__(discrete)
+        self.number, self.steps = number, 0
+
     def step(self, action):
-        self.steps = getattr(self, "steps", 0) + 1
-        obs = self.target * np.nan if self.steps == 300 else self.target.copy()
-        return obs, 0.0, self.steps != 300, False, {}
+        self.steps += 1
+        is_nan = self.steps == self.number
+        return self.target * np.nan if is_nan else self.target.copy(), 0.0, not is_nan, False, {}
 
 
 class Huge(probes.Target):
@@ -65,6 +69,7 @@ class Huge(probes.Target):
 probes.register("HugeRewards", Huge, reward=1e19)
 probes.register("HugeObs", Huge, obs=1e200)
 probes.register("NanLater", NanLater)
+probes.register("NanLast", NanLater, number=304)  # the last of 19 rollouts
 probes.register("NanFirst", NanReset, number=1)
 probes.register("NanReset", NanReset, number=10)
 probes.register("NanEnd", NanEnd, lengths=(5,))
@@ -88,6 +93,7 @@ def test_no_checkpoint_of_nan(script, small_args, main, name):
     "name, source, changes",
     [
         ("NanLater", "observations", {}),
+        ("NanLast", "last observations", {}),
         ("NanReward", "rewards", {}),
         ("Infinity", "rewards", {}),
         ("HugeObs", "observations", {}),
@@ -95,7 +101,7 @@ def test_no_checkpoint_of_nan(script, small_args, main, name):
     ],
 )
 def test_environment_that_returns_nan(script, small_args, name, source, changes):
-    """In step 1200: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
+    """In step 1200 or 1216: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
     args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0, **changes)
     with pytest.raises(ValueError, match=f"^NaN or a number above 1e38 in the .*{source}: ") as error:
         script.train(args)
