@@ -447,9 +447,8 @@ def train(args=None, resume=None):
                 episode_lengths.masked_fill_(ended, 0.0)
             raw_obs[T], raw_critic_obs[T] = next_obs, next_critic_obs
             end_steps = global_step + args.num_envs * (logged_ends.nonzero()[:, 0] + 1)
-            columns = (end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long())
-            rows = zip(*(x.tolist() for x in columns))
-            episodes = [{"step": step, "return": total, "length": length} for step, total, length in rows]
+            columns = (x.tolist() for x in (end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long()))
+            episodes = [{"step": step, "return": total, "length": length} for step, total, length in zip(*columns)]
             global_step += T * args.num_envs
             rollout_end = time.monotonic()
 
@@ -607,10 +606,10 @@ class VectorEnvs(Protocol):
     reset(seed) -> observations, infos
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
-    Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets environments whose
-    episode ended, and returns their first new observation. If it can, infos["final_obs"] has the last ones: N rows, in
-    the same form. infos["log"] and ["episode"] are {name: number}: `train` logs them. --stagger-envs needs
-    max_episode_length, and episode_length_buf (N,), the step counts of the episodes."""
+    Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets ended environments
+    and returns their first new observation. If it can, infos["final_obs"] has the last ones: N rows, in the same form.
+    infos["log"] and ["episode"], {name: number}, are logged. --stagger-envs needs max_episode_length and
+    episode_length_buf (N,), the step counts of the episodes."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
