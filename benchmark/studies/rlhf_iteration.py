@@ -2,9 +2,9 @@
 
     python benchmark/studies/rlhf_iteration.py --before PATH     # another commit, checked out at PATH
 
-Answer (rlhf_iteration.csv, one run each, beside commit 69c1c24): about as much as before. tiny: 8.6 s and 0.95 GB, before
-7.4 s and 0.96 GB. gpt2: 32 s and 6.17 GB, before 36 s and 6.38 GB. With so few tokens weights and Adam fill the memory,
-so --micro-batch-size 1 saves 0.06 GB, for 8 s.
+Answer (rlhf_iteration.csv, one run each, beside commit 69c1c24): about as much as before. tiny: 8.6 s and 0.95 GB,
+before 7.4 s and 0.96 GB. gpt2: 32 s and 6.17 GB, before 36 s and 6.38 GB. With so few tokens weights and Adam fill
+the memory, so --micro-batch-size 1 saves 0.06 GB, for 8 s.
 
 A run has one iteration of 128 answers (tiny: the built-in task) or of 2 answers (gpt2: 0.12 billion random weights,
 which rlhf_plot.py makes), in float32 on one thread. Seconds are those of the CPU, with the start and what is saved, so
