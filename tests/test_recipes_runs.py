@@ -1,11 +1,11 @@
-"""Recipes about runs: exact_resume, init_from, evaluate_while_training, unguarded_update, keep_checkpoints.
-(test_recipes_torchrun.py has torchrun.)"""
+"""Recipes about runs: exact_resume, init_from, evaluate_while_training, unguarded_update, keep_checkpoints,
+bfloat16. (test_recipes_torchrun.py has torchrun.)"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, scalars
+from conftest import ROOT, SMALL, scalars
 
 from recipes import episodes, small, with_recipes
 
@@ -121,3 +121,20 @@ def test_keep_checkpoints(tmp_path):
     kept = [script.load_agent(run_dir / name) for name in ("step-480", "step-800")]
     assert torch.equal(kept[1].actor[0].weight, agent.actor[0].weight)
     assert [kept[0].obs_rms.count, kept[1].obs_rms.count] == [480, 800]
+
+
+def test_bfloat16(tmp_path, monkeypatch):
+    """The first minibatch has ratio 1. The gradient is close to that of float32: bfloat16 has 8 bits, and the
+    terms of 64 steps nearly cancel."""
+    small = {"num_envs": 2, "num_steps": 32, "total_timesteps": 64, "num_minibatches": 1, "update_epochs": 1}
+    small |= {"compile": False, "device": "cpu", "runs_dir": str(tmp_path)}
+    gradients = []
+    monkeypatch.syspath_prepend(ROOT / "variants")
+    for recipes in (["bfloat16"], []):
+        script = with_recipes("ppo_atari", *recipes)
+        agent, run_dir = script.train(script.Args(**small))
+        assert scalars(run_dir)["losses/approx_kl"] == [(64, pytest.approx(0, abs=1e-6))]
+        assert all(parameter.dtype == torch.float32 for parameter in agent.parameters())
+        gradients.append(script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"])
+    bfloat16, float32 = gradients
+    assert 1e-4 < (bfloat16 - float32).norm() / float32.norm() < 0.2
