@@ -356,9 +356,9 @@ def main():
         written = case in SPEED and not args.before and args.scale == 1
         path = RESULTS / "speed.csv"
         rows = read_csv(path)
-        for row in rows:
-            if written and row["case"] == case and row["contestant"] not in cases[case]:
-                fail(f"{path.name} has {row['contestant']} for {case}: give its path too, or delete that row")
+        lost = [row["contestant"] for row in rows if row["case"] == case and row["contestant"] not in cases[case]]
+        if written and lost:
+            fail(f"{path.name} has {', '.join(lost)} for {case}: install it or give its path, or delete these rows")
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
         new = measure(case, scaled, args.repeats, args.cpu_time)
         print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))

@@ -388,7 +388,7 @@ def train(args=None, resume=None):
                 "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3: of less variance, never below 0
                 "charts/response_length": mask.sum(-1).float().mean(),
                 # The share of answers that end with an end token.
-                "charts/ended": torch.isin(sequences[:, -mask.shape[1] :], end_tokens).any(-1).float().mean(),
+                "charts/ended": (mask & torch.isin(sequences[:, -mask.shape[1] :], end_tokens)).any(-1).float().mean(),
                 **{f"losses/{name}": metric / num_minibatches for name, metric in zip(names, metrics)},
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
             }
