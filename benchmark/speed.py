@@ -5,7 +5,7 @@
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
     python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
-    python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py
+    python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
     python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool (envpool_envs.py)
     python benchmark/speed.py continuous-8-envpool --cleanrl PATH  # EnvPool beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
@@ -188,12 +188,13 @@ def cores_case(task, short, long):
 
 
 def processes_case(task, short, long):
-    """The default settings. process_envs.py has a process for each core."""
+    """The default settings. process_envs.py has a process for each core, EnvPool, where it is installed, a thread."""
+    contestants = {"one process": (ours("ppo_continuous", env_id=task), short, long)}
+    if importlib.util.find_spec("envpool") and task.endswith("-v4"):  # envpool_envs.py has the MuJoCo tasks
+        native = f"benchmark.envpool_envs:EnvPool/{task}"
+        contestants["EnvPool"] = (ours("ppo_continuous", env_id=native), short, long)
     in_processes = ours("ppo_continuous", env_id=f"benchmark.process_envs:{task}")
-    return {
-        "one process": (ours("ppo_continuous", env_id=task), short, long),
-        "ppo_continuous in processes": (in_processes, short, long),
-    }
+    return contestants | {"ppo_continuous in processes": (in_processes, short, long)}
 
 
 def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
