@@ -607,9 +607,8 @@ class VectorEnvs(Protocol):
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
     Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets ended environments
-    and returns their first new observation. If it can, infos["final_obs"] has the last ones: N rows, in the same form.
-    infos["log"] and ["episode"], {name: number}, are logged. --stagger-envs needs max_episode_length and
-    episode_length_buf (N,), the step counts of the episodes."""
+    and returns their new first observations. infos["final_obs"] has their last ones, if it can: N rows, the same form.
+    infos["log"] and ["episode"] are {name: number}. --stagger-envs needs max_episode_length, episode_length_buf (N,)."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
