@@ -608,7 +608,7 @@ class VectorEnvs(Protocol):
 
     Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets ended environments
     and returns their new first observations. infos["final_obs"] has their last ones, if it can: N rows, the same form.
-    infos["log"] and ["episode"] are {name: number}. --stagger-envs needs max_episode_length, episode_length_buf (N,)."""
+    infos["log"] and ["episode"] are {name: number}. --stagger-envs needs max_episode_length and episode_length_buf."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
