@@ -63,7 +63,8 @@ a, b = (ppo_atari.load_agent(glob.glob(f'$OUT/runs/*two--{flag}__*')[-1]) for fl
 for (name, x), y in zip(a.named_parameters(), b.parameters()):
     print(f'{name:16} size {x.abs().max():.2e}, differs by {(x - y).abs().max():.2e}')")
     part Breakout, ours, LeanRL, the games alone
-    $PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale "$SHARE" ${LEANRL:+--leanrl "$LEANRL"}
+    speed="$PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale $SHARE"
+    $speed ${LEANRL:+--leanrl "$LEANRL"} || $speed # if LeanRL fails, ours alone
     part learner of ppo_gpu_sim.py beside rsl_rl
     $PYTHON benchmark/studies/speed_gpu_sim.py learner --repeats 1 --device "$DEVICE"
     cp benchmark/results/speed.csv benchmark/studies/speed_gpu_sim.csv "$OUT"
