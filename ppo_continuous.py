@@ -21,7 +21,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
 Beyond the paper's clipped PPO (Schulman et al. 2017) and CleanRL: 1 and 4. Unless --preset cleanrl also: 100 staggered
-environments, advantages recomputed before each epoch, a KL loss term, a bounded standard deviation that decays to 0.
+environments, advantages recomputed before each epoch, a bounded standard deviation that decays to 0.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
 E = number of truncations in a rollout.
@@ -97,7 +97,6 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.01  # weight of KL(old, new) in the loss, which keeps the policy near the one that acted; 0: none
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
     log_std_init: float = -0.5  # initial log standard deviation, clamped to log_std_min .. log_std_max
@@ -109,7 +108,7 @@ class Args:  # the comments are what --help prints
 # Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
-    clip_vloss=True, ent_coef=0.0, vf_coef=0.5, kl_coef=0.0, target_kl=None,
+    clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None,
     log_std_init=0.0, anneal_std=False, log_std_min=-20.0, log_std_max=20.0,
 )}  # fmt: skip
 
@@ -297,15 +296,14 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_log_probs, mb_values, mb_advant
         value_errors = torch.max(value_errors, (near_values - mb_returns).square())
     value_loss = 0.5 * value_errors.mean()
 
-    # An unbiased estimate of KL(old, new), with an unbiased gradient. k1, the mean of -log_ratio, is noisier.
-    approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
     metrics = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy.mean(),
-        "approx_kl": approx_kl,
-        "old_approx_kl": -log_ratio.mean(),  # k1
+        # Two unbiased estimates of KL(old, new), from http://joschu.net/blog/kl-approx.html.
+        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, never < 0
+        "old_approx_kl": -log_ratio.mean(),  # k1, noisier
         "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}

@@ -97,7 +97,6 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    kl_coef: float = 0.0  # weight of KL(old, new) in the loss, which keeps the policy near the one that acted; 0: none
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
@@ -284,15 +283,14 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
         value_errors = torch.max(value_errors, (near_values - mb_returns).square())
     value_loss = 0.5 * value_errors.mean()
 
-    # An unbiased estimate of KL(old, new), with an unbiased gradient. k1, the mean of -log_ratio, is noisier.
-    approx_kl = (log_ratio.expm1() - log_ratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html, never < 0
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean() + args.kl_coef * approx_kl
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
     metrics = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy.mean(),
-        "approx_kl": approx_kl,
-        "old_approx_kl": -log_ratio.mean(),  # k1
+        # Two unbiased estimates of KL(old, new), from http://joschu.net/blog/kl-approx.html.
+        "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, never < 0
+        "old_approx_kl": -log_ratio.mean(),  # k1, noisier
         "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}

@@ -109,7 +109,7 @@ def loss_of(module, log_ratio=None, advantages=None, new_values=None, old_values
     given = log_ratio, advantages, new_values, old_values, returns
     zeros = torch.zeros_like(next(x for x in given if x is not None))
     log_ratio, advantages, new_values, old_values, returns = (zeros if x is None else x for x in given)
-    args = module.Args(**{"norm_adv": False, "kl_coef": 0.0, "vf_coef": 1.0} | args)
+    args = module.Args(**{"norm_adv": False, "vf_coef": 1.0} | args)
     masks = [] if module.__name__.startswith("ppo_continuous") else [None]
     minibatch = zeros, old_values, advantages, returns
     return module.ppo_loss(Outputs(log_ratio, new_values), args, None, None, *masks, *minibatch)

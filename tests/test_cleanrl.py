@@ -140,7 +140,7 @@ def test_first_iteration_of_cleanrls_continuous_script(watch, monkeypatch, tmp_p
 
 # CleanRL's defaults (commit fe8d8a0) in the names of Args: what its three scripts have in common, and what not.
 CLEANRL = {"seed": 1, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True, "clip_vloss": True}
-CLEANRL |= {"vf_coef": 0.5, "kl_coef": 0.0, "max_grad_norm": 0.5, "target_kl": None, "recompute_advantages": False}
+CLEANRL |= {"vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None, "recompute_advantages": False}
 CLASSIC = {"env_id": "CartPole-v1", "total_timesteps": 500_000, "num_envs": 4, "num_steps": 128}
 CLASSIC |= {"learning_rate": 2.5e-4, "num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
 CLASSIC |= {"norm_obs": False, "norm_reward": False}

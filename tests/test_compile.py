@@ -8,7 +8,6 @@ import torch
 from conftest import ONE, ROOT, SCRIPTS, SMALL, assert_one_line, flags_of, probe, scalars
 
 OTHER_CHOICES = {"norm_adv": True, "recompute_advantages": True, "clip_vloss": True, "max_grad_norm": 0.1}
-OTHER_CHOICES |= {"kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def gradient(function, x):
 
 def test_policy_loss(script):
     inputs, expected = golden("policy_loss")
-    args = {"clip_coef": inputs["clip_coef"], "ent_coef": 0.0, "kl_coef": 0.0, "norm_adv": False}
+    args = {"clip_coef": inputs["clip_coef"], "ent_coef": 0.0, "norm_adv": False}
     loss, grad = gradient(
         lambda x: loss_and_metrics(script, inputs | {"new_logprob": x}, **args)[0], inputs["new_logprob"]
     )
@@ -97,7 +97,6 @@ def test_total_loss_of_cleanrl(script):
     inputs, expected = golden("total_loss_by_system")
     inputs |= {"new_logprob": expected["new_logprob"], "entropy": expected["entropy"] + 0 * expected["new_logprob"]}
     cleanrl = {"norm_adv": True, "clip_vloss": True, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": inputs["ent_coef"]}
-    cleanrl["kl_coef"] = 0.0
     loss, _ = loss_and_metrics(script, inputs, **cleanrl)
     torch.testing.assert_close(loss.item(), expected["cleanrl"], **EXACT)
 

@@ -198,7 +198,7 @@ def test_symmetry_loss_of_a_symmetric_policy_is_zero():
 def test_symmetry_loss_makes_a_policy_symmetric():
     """Through ppo_loss, with everything else in it at weight 0."""
     module = with_recipes("ppo_continuous", "symmetry_loss")
-    zero = {"vf_coef": 0.0, "ent_coef": 0.0, "kl_coef": 0.0}
+    zero = {"vf_coef": 0.0, "ent_coef": 0.0}
     losses = {}
     for coefficient in (0.0, 1.0):
         agent = shake(make_agent(module, 17, -np.ones(6), np.ones(6), mirror_coef=coefficient, **zero))

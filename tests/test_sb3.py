@@ -25,7 +25,6 @@ SETTINGS = {
     "max_grad_norm": 0.5,
     "norm_adv": True,
     # What SB3 does not do.
-    "kl_coef": 0.0,
     "recompute_advantages": False,
     "anneal_lr": False,
     "target_kl": None,
