@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import loss_and_metrics, scalars
+from conftest import scalars
 
 
 def test_ratio_is_one_in_the_first_minibatch(script, small_args, minibatches):
