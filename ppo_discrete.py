@@ -94,7 +94,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the value loss as OpenAI's baselines does
+    clip_vloss: bool = False  # limit the change of the value too, as OpenAI's baselines does
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
@@ -187,7 +187,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
-        The distribution is written out: torch.distributions would cost more than these networks do."""
+        The distribution is written out, because torch.distributions costs more time than these networks."""
         log_probs = self.get_log_probs(obs, action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
@@ -228,7 +228,8 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     where ended (T, N) is True. They and return_rms change in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
-        row.copy_(discounted_returns.mul_(gamma).add_(reward))
+        discounted_returns.mul_(gamma).add_(reward)
+        row.copy_(discounted_returns)
         # After the copy: the statistics include the return at an episode's last step (as in SB3).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
@@ -240,7 +241,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
+    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -267,18 +268,18 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
 def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values, mb_advantages, mb_returns):
     """Loss of a minibatch, and its metrics by name. Tensors mb_... are (M, ...)."""
     _, new_log_probs, entropy, new_values = agent.get_action_and_value(mb_obs, mb_actions, mb_masks)
-    log_ratio = new_log_probs - mb_log_probs  # 0 in the first minibatch of an iteration: the agent has not changed yet
+    log_ratio = new_log_probs - mb_log_probs  # 0, up to rounding, in the first minibatch of an iteration
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
 
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
-    # what a change of the policy gains, never what it costs.
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
+    # what a change of the policy gains, never what it costs.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
     value_errors = (new_values - mb_returns).square()
-    if args.clip_vloss:  # keep the new value within clip_coef of mb_values; the larger error counts
+    if args.clip_vloss:  # keep the new value within clip_coef of mb_values; use the larger error
         near_values = mb_values + (new_values - mb_values).clamp(-args.clip_coef, args.clip_coef)
         value_errors = torch.max(value_errors, (near_values - mb_returns).square())
     value_loss = 0.5 * value_errors.mean()
@@ -308,7 +309,7 @@ def explained_variance(values, returns):
 def train(args=None, resume=None):
     """Train an agent. Return it and its run folder.
 
-    resume: the run folder to continue, or "latest". args, if given, replace all its settings."""
+    resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
@@ -317,21 +318,21 @@ def train(args=None, resume=None):
     B, M = T * N, T * N // args.num_minibatches
     num_iterations, device = args.total_timesteps // B, torch.device(args.device)
 
-    with contextlib.ExitStack() as cleanup:  # even after an error
+    with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
         run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, cleanup, resume)))
         global_step = run.global_step  # above 0 after --resume
-        # Each start or resume has two seeds: one for networks, noise and permutations, one for environments.
+        # After a resume the seeds are new: noise must not repeat. One is for networks and noise, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, which seeds torch too
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. Add modules to the agent above this line.
+        # Make all parameters views of one vector, for a faster Adam. A module added below this line would not train.
         parameters = list(agent.parameters())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -348,15 +349,15 @@ def train(args=None, resume=None):
             return obs, action, log_prob, agent.to_env_action(action)
 
         def compute_gradient(*minibatch):
-            """tensors (M, ...) -> the gradient of ppo_loss as one vector, clipped to max_grad_norm, and metrics"""
+            """tensors of ppo_loss (M, ...) -> its gradient as one vector, clipped to max_grad_norm, and metrics"""
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
-            gradient = torch.cat([gradient.flatten() for gradient in gradients])
-            if args.max_grad_norm > 0:  # what clip_grad_norm_ does, in float64: no overflow
+            gradient = torch.cat([x.flatten() for x in gradients])
+            if args.max_grad_norm > 0:  # like clip_grad_norm_, but the norm is float64 and cannot overflow
                 gradient = gradient * (args.max_grad_norm / (gradient.double().norm() + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # To change a number such as args.ent_coef during the run, see `compiled`.
+        # Before you change args.ent_coef or another number during the run, read `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -393,7 +394,8 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 for n in np.flatnonzero(terminated | truncated):
                     if not shortened[n]:
-                        info = infos["final_info"]["numbers"][n][0] if "numbers" in infos.get("final_info", ()) else {}
+                        final_info = infos.get("final_info", {})
+                        info = final_info["numbers"][n][0] if "numbers" in final_info else {}  # from VectorMember
                         episode = {"step": global_step, "return": episode_returns[n], "length": episode_lengths[n]}
                         episodes.append(episode | {"info": info})
                     episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
@@ -443,7 +445,7 @@ def train(args=None, resume=None):
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(global_step, episodes, scalars)
-            run.save(agent, optimizer, now=iteration in (1, num_iterations))
+            run.save(agent, optimizer, force=iteration in (1, num_iterations))
             if args.capture_video and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
                 evaluate(agent, args, episodes=1, video_dir=run.dir / "videos", name=f"step-{global_step}")
         return agent, run.dir
@@ -457,7 +459,7 @@ class UsageError(ValueError):
 
 
 def check(args):
-    """Check discounts and batch sizes, before anything is created."""
+    """Refuse settings that cannot work, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++").split()[0], "clang++", "cl"))):
@@ -471,7 +473,7 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again. The ninth
+    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
     value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
     tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
@@ -496,7 +498,8 @@ class VectorMember(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        reward, numbers = np.asarray(reward).item(), {}  # item(): some environments return an array of one number
+        reward = np.asarray(reward).item()  # some environments return an array of one number
+        numbers = {}
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, self.keep_mask(info)
         for name, value in info.items():
@@ -629,7 +632,7 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + ", compiling" * args.compile)
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + (", compiling" if args.compile else ""))
         self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def restore(self, agent, optimizer):
@@ -670,9 +673,9 @@ class Run:
             say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
         self.last_log, self.global_step = now, global_step
 
-    def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without now, only if one is due."""
-        if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
+    def save(self, agent, optimizer, force):
+        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
+        if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         if shutil.disk_usage(self.dir).free < 1e7:  # for a checkpoint, and logs until the next one
             raise UsageError(f"the disk has less than 10 MB left: what was saved in {self.dir} is kept")

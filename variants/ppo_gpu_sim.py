@@ -105,7 +105,7 @@ class Args:  # the comments are what --help prints
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = True  # clip the value loss as OpenAI's baselines does
+    clip_vloss: bool = True  # limit the change of the value too, as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 here is 1 in rsl_rl, which has no 0.5
     max_grad_norm: float = 1.0  # clip the norms of the actor's and the critic's gradient to this; 0: never
@@ -242,7 +242,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
+    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -305,7 +305,7 @@ def ppo_loss(agent, args, minibatch):
     policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio).mean()
 
     value_errors = (new_values - returns).square()
-    if args.clip_vloss:  # keep the new value within clip_coef of the old one; the larger error counts
+    if args.clip_vloss:  # keep the new value within clip_coef of the old one; use the larger error
         old_values = minibatch["values"]
         near_values = old_values + (new_values - old_values).clamp(-args.clip_coef, args.clip_coef)
         value_errors = torch.max(value_errors, (near_values - returns).square())
@@ -345,7 +345,7 @@ def explained_variance(values, returns):
 def train(args=None, resume=None):
     """Train an agent. Returns it and its run folder, which is None on ranks above 0.
 
-    resume: the run folder to continue, or "latest". args, if given, replace all its settings."""
+    resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
@@ -400,9 +400,9 @@ def train(args=None, resume=None):
             """{name: tensor} -> the gradient of ppo_loss as one vector, and metrics"""
             loss, metrics = ppo_loss(agent, args, minibatch)
             gradients = torch.autograd.grad(loss, parameters)
-            return torch.cat([gradient.flatten() for gradient in gradients]), metrics
+            return torch.cat([x.flatten() for x in gradients]), metrics
 
-        # To change a number such as args.ent_coef during the run, see `compiled`.
+        # Before you change args.ent_coef or another number during the run, read `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -521,7 +521,7 @@ def train(args=None, resume=None):
             for name in {name for numbers in simulator_logs for name in numbers}:
                 scalars[name] = torch.stack([numbers[name] for numbers in simulator_logs if name in numbers]).mean()
             run.log(global_step, gather_from_ranks(episodes), scalars)
-            run.save(agent, optimizer, now=iteration in (1, num_iterations))
+            run.save(agent, optimizer, force=iteration in (1, num_iterations))
         return agent, run.dir
 
 
@@ -588,7 +588,7 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. A new value of a number, such as args.ent_coef, compiles again. The ninth
+    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
     value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
     tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
@@ -756,7 +756,7 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + ", compiling" * args.compile)
+        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + (", compiling" if args.compile else ""))
         self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def restore(self, agent, optimizer):
@@ -794,9 +794,9 @@ class Run:
             say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
         self.last_log, self.global_step = now, global_step
 
-    def save(self, agent, optimizer, now):
-        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without now, only if one is due."""
-        if not now and time.monotonic() - self.last_save < self.args.checkpoint_interval:
+    def save(self, agent, optimizer, force):
+        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
+        if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()

@@ -196,7 +196,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination, even if next_values is NaN there: NaN * 0 would be NaN.
+    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -259,7 +259,7 @@ def explained_variance(values, returns):
 def train(args=None, resume=None):
     """Train an actor. Returns it and its run folder, which is None on ranks above 0.
 
-    resume: the run folder to continue. args, if given, replace all its settings."""
+    resume: the run folder to continue. args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
     args = args or (load_args(resume) if resume else Args())
     device, rank, num_ranks = start_device(args)
@@ -268,7 +268,7 @@ def train(args=None, resume=None):
     M = B // args.num_minibatches
     S = args.micro_batch_size or M  # answers in one forward and backward pass
 
-    with contextlib.ExitStack() as cleanup:  # even after an error
+    with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         if args.model is None:  # the models of the built-in task are too small for more threads
             cleanup.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
