@@ -195,6 +195,22 @@ def test_symmetry_loss_of_a_symmetric_policy_is_zero():
     assert mirror_loss(agent) < 1e-10
 
 
+def test_kl_penalty():
+    """Where there is nothing to gain, what is left of the loss has the gradient of torch.distributions' KL divergence
+    from the policy that drew the actions."""
+    module = with_recipes("ppo_continuous", "kl_penalty")
+    torch.manual_seed(0)
+    old = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    actions = old.sample((500_000,))
+    mean, std = parameters = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.3, 0.8)]
+    new = torch.distributions.Normal(mean, std)
+    loss, _ = loss_of(module, log_ratio=new.log_prob(actions) - old.log_prob(actions), kl_coef=2.0)
+    divergence = 2.0 * torch.distributions.kl_divergence(old, new)
+    wanted = torch.autograd.grad(divergence, parameters)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted, atol=0, rtol=0.02)
+    torch.testing.assert_close(loss, divergence, atol=0, rtol=0.02)
+
+
 def test_symmetry_loss_makes_a_policy_symmetric():
     """Through ppo_loss, with everything else in it at weight 0."""
     module = with_recipes("ppo_continuous", "symmetry_loss")
