@@ -85,8 +85,8 @@ def train_all(args, settings):
             super().__init__(*arguments)
             runs.append(self)
 
-        def save(self, agent, optimizer, now):  # after every iteration
-            super().save(agent, optimizer, now)
+        def save(self, agent, optimizer, force):  # after every iteration
+            super().save(agent, optimizer, force)
             batch_size = self.args.num_envs * self.args.num_steps
             if self.global_step // batch_size * 10 % (self.total_steps // batch_size) < 10:
                 evaluate(agent, self.dir / "evaluations.csv", self.global_step)
