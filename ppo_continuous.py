@@ -20,8 +20,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 4. In each dimension, the policy's -1 and 1 map to the bounds of the action space, if both are finite.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
-Beyond the paper's clipped PPO (Schulman et al. 2017) and CleanRL: 1 and 4. Unless --preset cleanrl also: 100 staggered
-environments, advantages recomputed before each epoch, a bounded standard deviation that decays to 0.
+Items 1 and 4 go beyond the paper (Schulman et al. 2017) and CleanRL. So do 100 staggered environments, advantages
+recomputed before each epoch and a bounded standard deviation that decays to 0; --preset cleanrl turns these off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
 E = number of truncations in a rollout.

@@ -20,8 +20,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
-Beyond the paper (Schulman et al. 2017) and CleanRL: 1. Unless --preset cleanrl also: normalized observations
-and rewards.
+Item 1 goes beyond the paper (Schulman et al. 2017) and CleanRL. So do normalized observations and rewards;
+--preset cleanrl turns these off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.

@@ -25,8 +25,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
    final observation is valued with its own episode's state.
 8. A minibatch contains all T steps of n environments. The update replays the steps in order, from the memory's state at
    the start of the rollout. The gradient reaches back to the start of the episode, but not beyond the rollout.
-Beyond the paper (Schulman et al. 2017) and CleanRL's ppo_atari_lstm.py: 1 and 5. Unless --preset cleanrl also:
-normalized observations and rewards, and advantages recomputed before each epoch.
+Items 1 and 5 go beyond the paper (Schulman et al. 2017) and CleanRL's ppo_atari_lstm.py. So do normalized observations
+and rewards and advantages recomputed before each epoch; --preset cleanrl turns these off.
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
