@@ -21,10 +21,11 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 5. Box: the policy's -1 and 1 map to the bounds of the action space, where both are finite. The environment gets clipped
    actions. The policy learns from the unclipped ones.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
-7. Actor and critic share the memory. Its state carries over between rollouts, and is zero when an episode starts. A
-   final observation is valued with its own episode's state.
+7. Actor and critic share the memory. Its state carries over between rollouts, and is zero when an episode starts. The
+   final observation of a truncated episode is valued with the state that this episode had reached.
 8. A minibatch contains all T steps of n environments. The update replays the steps in order, from the memory's state at
-   the start of the rollout. The gradient reaches back to the start of the episode, but not beyond the rollout.
+   the start of the rollout, which is not recomputed. The gradient reaches back to the start of the episode, but not
+   beyond the rollout.
 Items 1 and 5 go beyond the paper (Schulman et al. 2017) and CleanRL's ppo_atari_lstm.py. So do normalized observations
 and rewards and advantages recomputed before each epoch; --preset cleanrl turns these off.
 
@@ -33,7 +34,7 @@ critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dim
 (Discrete) or K (Box). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores this as dones[t + 1].
-episode_starts[t]: obs[t] is the first of an episode. Always False at t = 0, where first_state is zero already.
+episode_starts[t]: the state is zeroed before obs[t]. False at t = 0, where first_state is zero already if it must be.
 """
 
 import argparse
@@ -161,8 +162,8 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 
 class Memory(nn.Module):
-    """An LSTM or a GRU. What it remembers of one environment is a row of S numbers, its state: the hidden state (GRU,
-    S = H), or hidden and cell state side by side (LSTM, S = 2 H). The state is zero when an episode starts."""
+    """An LSTM or a GRU. For each environment it keeps a state, a row of S numbers: the hidden state (GRU, S = H), or
+    hidden and cell state side by side (LSTM, S = 2 H). The state is zero when an episode starts."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -174,21 +175,25 @@ class Memory(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
-        # It has no weights: `replay` lends it those of the cell. In a list, so that state_dict does not contain it.
+        # For `replay`, which lends it the cell's weights. In a list, so that state_dict does not contain it.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
         """One step of N environments: obs (N, D), state (N, S) -> features (N, H), next state (N, S)"""
-        state = torch.cat(self.cell(obs, state.chunk(2, -1)), -1) if self.is_lstm else self.cell(obs, state)
-        return state[..., : self.hidden_size], state
+        if self.is_lstm:
+            hidden, cell = self.cell(obs, state.chunk(2, -1))
+            return hidden, torch.cat([hidden, cell], -1)
+        hidden = self.cell(obs, state)
+        return hidden, hidden
 
     def replay(self, obs, episode_starts, state):
         """T steps of n environments in one call of PyTorch's kernel: obs (T, n, D), episode_starts (T, n) bool, state
         (n, S) before the first step -> features (T, n, H), as from `step` with a zero state at every episode start.
 
-        The kernel cannot zero a state. So a row that does, a reset row, is inserted before each start. With starts at
-        t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An extra input is 1 in reset rows
-        and otherwise 0. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, and so is its gradient."""
+        The kernel cannot zero a state in the middle of a sequence. So before each start comes a row of input that does
+        it, a reset row. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An
+        extra input is 1 in reset rows and otherwise 0. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0,
+        and so is its gradient. -inf would not do: 0 * -inf is NaN."""
         T, n = episode_starts.shape
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
         columns = torch.arange(n, device=obs.device)
@@ -215,8 +220,9 @@ class Memory(nn.Module):
 class Agent(nn.Module):
     """Memory, actor and critic, and the statistics of observations and returns.
 
-    raw_obs come from the environment; obs are normalized. The memory turns obs into features, which
-    actor and critic read. To put a network before the memory, call it in Memory.step and Memory.replay."""
+    raw_obs come from the environment; obs are normalized. The memory turns obs into features, which actor and critic
+    read. To put a network before the memory, make it in Memory.__init__, give cell and kernel its output size, and call
+    it in Memory.step and Memory.replay."""
 
     def __init__(self, obs_shape, actions, args):
         """actions: arrays by name, from describe_actions"""
@@ -231,7 +237,7 @@ class Agent(nn.Module):
         self.return_rms = RunningMeanStd(())
         self.memory = Memory(args.cell, obs_shape[0], args.hidden_size)
         self.critic = mlp(args.hidden_size, args.hidden_sizes, 1, gain=1.0)
-        # gain 0.01: logits and means start near 0, so the first policy hardly depends on the state.
+        # gain 0.01: logits and means start near 0, so the first policy hardly depends on the features.
         self.actor = mlp(args.hidden_size, args.hidden_sizes, outputs, gain=0.01)
         if not self.is_discrete:
             self.log_std = nn.Parameter(torch.full((outputs,), float(args.log_std_init)))
@@ -346,11 +352,11 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 @torch.no_grad()
 def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, final_states):
-    """What estimate_advantages reads in place of observations: features of obs (T, N, H), last_obs (N, H) and final_obs
-    (E, H), by the present memory.
+    """Features of obs (T, N, H), last_obs (N, H) and final_obs (E, H), with the present weights of the memory.
+    estimate_advantages reads them in place of observations.
 
-    all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) and final_states (E, S), the states after the last
-    steps of the truncated episodes, were computed during the rollout, by the memory before this update."""
+    all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) is the state before the rollout, final_states (E, S)
+    are those after the last steps of the truncated episodes. They are not recomputed when the weights change."""
     features = memory.replay(all_obs, episode_starts, first_state)
     return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
 
@@ -424,6 +430,7 @@ def train(args=None, resume=None):
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
+        torch.backends.cudnn.allow_tf32 = False  # with TF32 a reset row would not give exactly 0
         envs = make_envs(args)
         cleanup.callback(envs.close)
         run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, cleanup, resume)))
@@ -490,7 +497,8 @@ def train(args=None, resume=None):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
             # ------------------------------------------------------------------------------------------------ rollout
-            episodes, raw_final_obs, final_states, first_state = [], [], [], state
+            episodes, raw_final_obs, final_states = [], [], []
+            first_state = state  # `act` returns a new tensor, so this one does not change
             for t in range(T):
                 raw_obs[t] = next_obs
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
@@ -503,6 +511,8 @@ def train(args=None, resume=None):
                 if truncated.any():  # next_obs already belongs to the next episode
                     raw_final_obs.extend(infos["final_obs"][truncated])
                     final_states.append(state[truncated])
+                if (terminated | truncated).any():
+                    state[terminated | truncated] = 0.0  # the next episode starts without memory
                 episode_returns += reward
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
@@ -512,7 +522,6 @@ def train(args=None, resume=None):
                         episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                         episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
-                    state[i] = 0.0  # the next episode starts without memory
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -523,7 +532,7 @@ def train(args=None, resume=None):
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-            # (T + 1, N), for obs and last_obs. Row 0 is False: first_state is already zero where an episode starts.
+            # (T + 1, N), for obs and last_obs. Row 0 is False.
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])
             final_states = torch.cat([state[:0], *final_states])  # (E, S)
             rollout = (torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states)

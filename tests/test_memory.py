@@ -204,6 +204,13 @@ def test_state_is_carried_and_reset(args, seen, cell, end):
     states(30)
 
 
+def test_a_gpu_computes_the_replay_in_full_precision(args, monkeypatch):
+    """TF32, which cuDNN uses by default, rounds the weights of reset rows: the state would not be zero behind them."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    script.train(args(total_timesteps=64))
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("discrete/Chain-v0", "gru")])
 def test_update_by_columns(args, seen, env_id, cell):
     """An epoch has every environment once, in a new order. A minibatch has all steps of its environments, in the
