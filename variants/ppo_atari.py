@@ -760,9 +760,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_video_env(args) if video_dir else make_env(args)
-        if env.spec.max_episode_steps is None:  # a good policy might never end an episode
-            say("no time limit is registered: episodes are cut after 30,000 steps")
-        env = gym.wrappers.TimeLimit(env, 30_000)
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video
