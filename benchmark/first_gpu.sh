@@ -37,8 +37,6 @@ run)
 print('torch', torch.__version__, 'gymnasium', gymnasium.__version__, 'ale-py', ale_py.__version__)"
     part Breakout, 8 games
     train variants/ppo_atari.py --device "$DEVICE" --total-timesteps "$(steps 204800)"
-    part Breakout, 8 games, all CPU threads
-    (unset OMP_NUM_THREADS; train variants/ppo_atari.py --device "$DEVICE" --total-timesteps "$(steps 204800)")
     part Breakout, 128 games
     train variants/ppo_atari.py --device "$DEVICE" --num-envs 128 --total-timesteps "$(steps 819200)"
     part resumed

@@ -36,6 +36,14 @@ def rows(run_dir):
     return [(int(step), float(episodic_return), int(length)) for step, episodic_return, length, _ in lines]
 
 
+def test_trains_on_one_thread(tmp_path, monkeypatch):
+    """And puts the number back."""
+    calls, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    train(tmp_path, env_id="images/Numbered-v0")
+    assert calls == [1, threads]
+
+
 @pytest.fixture
 def watch(monkeypatch):
     """watch("name"): from now on the calls of the script's function of that name, as [(arguments, result), ...]."""

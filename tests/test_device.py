@@ -13,15 +13,14 @@ sys.path.append(str(ROOT / "variants"))
 @pytest.mark.parametrize("name", ["ppo_atari", "ppo_gpu_sim", "ppo_rlhf"])
 def test_gpu_of_a_process(monkeypatch, name, environment, device):
     """That of --device cuda:1, or of the process of torchrun, is the current device: graphs would else be recorded on
-    the first GPU. With Atari, one CPU thread is enough beside it."""
+    the first GPU."""
     script = pytest.importorskip(name)
-    calls, threads = [], []
+    calls = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests need the full one
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     assert script.start_device(script.Args(device="cuda:1")) == (torch.device(device), 0, 1)
-    assert calls == [torch.device(device)] and threads == [1] * (name == "ppo_atari")
+    assert calls == [torch.device(device)]
     script.start_device(script.Args(device="cpu"))
-    assert len(calls) == 1 and len(threads) == (name == "ppo_atari")
+    assert len(calls) == 1

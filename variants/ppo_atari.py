@@ -73,7 +73,7 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if there is one. On a busy CPU set OMP_NUM_THREADS=1
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if there is one
     compile: bool = True  # torch.compile, which needs a C++ compiler: 20 s at the start, then a fifth faster on a CPU
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
@@ -281,14 +281,14 @@ def train(args=None, resume=None):
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
     check(args)
-    threads = torch.get_num_threads()
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
     B, M = T * N, T * N // args.num_minibatches
     num_iterations = args.total_timesteps // (T * args.num_envs)
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
-        cleanup.callback(torch.set_num_threads, threads)
+        cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # with more, any other busy process would slow this one down threefold
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         total_steps = num_iterations * T * args.num_envs
@@ -443,7 +443,6 @@ def start_device(args):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)
-        torch.set_num_threads(1)  # the CPU only steps the environments
         torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN: faster, with a precision of 10 bits
         torch.backends.cudnn.deterministic = args.torch_deterministic
     if not dist.is_torchelastic_launched():
