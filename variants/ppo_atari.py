@@ -288,7 +288,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # with more, any other busy process would slow this one down threefold
+        torch.set_num_threads(1)  # with more, any other busy process would slow this one down fourfold
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         total_steps = num_iterations * T * args.num_envs
