@@ -21,7 +21,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
 Items 1 and 4 go beyond the paper (Schulman et al. 2017) and CleanRL. So do 100 staggered environments, advantages
-recomputed before each epoch and a bounded standard deviation that decays to 0; --preset cleanrl turns these off.
+recomputed before each epoch and a standard deviation that decays to 0; --preset cleanrl turns these off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
 E = number of truncations in a rollout.
@@ -99,17 +99,14 @@ class Args:  # the comments are what --help prints
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
-    log_std_init: float = -0.5  # initial log standard deviation, clamped to log_std_min .. log_std_max
+    log_std_init: float = -0.5  # initial log standard deviation
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
-    log_std_min: float = -1.5  # lower bound on the learned log_std, before --anneal-std; -20: in effect none
-    log_std_max: float = -0.5  # upper bound on it; 20: in effect none
 
 
 # Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
-    clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None,
-    log_std_init=0.0, anneal_std=False, log_std_min=-20.0, log_std_max=20.0,
+    clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None, log_std_init=0.0, anneal_std=False,
 )}  # fmt: skip
 
 
@@ -187,17 +184,12 @@ class Agent(nn.Module):
     def get_mean_and_log_std(self, obs):
         """(..., D) -> mean (..., A), log_std (..., A)"""
         mean = self.actor(obs)
-        clamped = self.log_std.clamp(self.args.log_std_min, self.args.log_std_max)
-        # log_std starts on its upper bound, and needs a gradient there. torch 2.14's clamp gives none.
-        log_std = torch.where(clamped == self.log_std, self.log_std, clamped.detach())
-        return mean, (log_std + self.log_std_shift).expand_as(mean)
+        return mean, (self.log_std + self.log_std_shift).expand_as(mean)
 
     @torch.no_grad()
     def anneal_std(self, remaining):
         """Scale the standard deviation by sin(pi/2 * remaining): 1 at the start of a run, near 0 at its end."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
-        # Adam can push log_std past a bound, where its gradient is 0: move it back.
-        self.log_std.clamp_(self.args.log_std_min, self.args.log_std_max)
 
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...)

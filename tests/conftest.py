@@ -46,8 +46,6 @@ SMALL = {
 }
 ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_memory.py has the other kind
 REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v4"}
-# Of the noise; only one script has such bounds.
-NO_BOUNDS = {"ppo_continuous": {"log_std_min": -20.0, "log_std_max": 20.0}, "ppo_discrete": {}, "ppo_rnn": {}}
 MASKS = {"ppo_continuous": [], "ppo_discrete": [None], "ppo_rnn": [None]}  # what ppo_loss takes behind the actions
 
 

@@ -1,4 +1,4 @@
-"""Recipes about distributions of actions: squashed_gaussian, gsde, beta_policy, state_dependent_std."""
+"""Recipes about distributions of actions: squashed_gaussian, gsde, beta_policy, state_dependent_std, log_std_bounds."""
 
 import gymnasium as gym
 import numpy as np
@@ -11,18 +11,16 @@ from recipes import make_agent, quick_compile, shake, small, with_recipes
 
 
 def test_state_dependent_std(tmp_path):
-    """log_std follows the state. Outside its bounds it is what they say, and is still told where to go."""
+    """log_std follows the state, from log_std_init on, and learns."""
     module = with_recipes("ppo_continuous", "state_dependent_std")
     agent, _ = module.train(small(module, tmp_path, learning_rate=0.01))
     _, log_std = agent.get_mean_and_log_std(torch.randn(8, 2))
     assert log_std.std(0).min() > 0
-    for drift, bound in ((0.2, -0.5), (-2.0, -1.5)):
-        agent = module.Agent((3,), -np.ones(3, np.float32), np.ones(3, np.float32), module.Args())
-        agent.actor[-1].bias.data[3:] += drift
-        obs = torch.randn(8, 3)
-        torch.testing.assert_close(agent.get_mean_and_log_std(obs)[1].detach(), torch.full((8, 3), bound))
-        agent.get_action_and_value(obs)[2].mean().backward()  # the entropy rises by one with every log_std
-        torch.testing.assert_close(agent.actor[-1].bias.grad, torch.tensor([0.0] * 3 + [1.0] * 3))
+    agent = module.Agent((3,), -np.ones(3, np.float32), np.ones(3, np.float32), module.Args(log_std_init=-1.0))
+    obs = torch.randn(8, 3)
+    torch.testing.assert_close(agent.get_mean_and_log_std(obs)[1].detach(), torch.full((8, 3), -1.0), rtol=0, atol=0.1)
+    agent.get_action_and_value(obs)[2].mean().backward()  # the entropy rises by one with every log_std
+    torch.testing.assert_close(agent.actor[-1].bias.grad, torch.tensor([0.0] * 3 + [1.0] * 3))
 
 
 def test_state_dependent_std_gives_the_golden_numbers():
@@ -31,7 +29,7 @@ def test_state_dependent_std_gives_the_golden_numbers():
         with_recipes("ppo_continuous", "state_dependent_std"),
         golden("gaussian_state_dependent"),
     )
-    args = module.Args(log_std_init=0.0, log_std_min=-20.0, log_std_max=20.0)
+    args = module.Args(log_std_init=0.0)
     agent = module.Agent((6,), -np.ones(3, np.float32), np.ones(3, np.float32), args).double()
     agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(6, 1).double()  # the output is the observation
     outputs = torch.cat([inputs["mean"], inputs["log_std"]], 1)
@@ -66,8 +64,7 @@ def test_squashed_gaussian_has_the_exact_density():
 
 def test_squashed_gaussian_integrates_to_one():
     """The density over the action in units of its bounds, by sums over the interval."""
-    module, free = with_recipes("ppo_continuous", "squashed_gaussian"), {"log_std_min": -20.0, "log_std_max": 20.0}
-    agent = shake(make_agent(module, low=[-2.0], high=[3.0], **free))
+    agent = shake(make_agent(with_recipes("ppo_continuous", "squashed_gaussian"), low=[-2.0], high=[3.0]))
     agent.log_std.data.fill_(0.3)
     before_tanh = torch.linspace(-9, 9, 20001).unsqueeze(-1)
     with torch.no_grad():
@@ -89,7 +86,7 @@ def test_squashed_gaussian_entropy_pulls_back_from_the_bounds():
 
 def test_gsde_noise_is_a_function_of_the_state():
     """Within one matrix: equal states, equal noise; and it is the features times a matrix of deviation sigma."""
-    agent = shake(make_agent(with_recipes("ppo_continuous", "gsde"), log_std_min=-20.0, log_std_max=20.0))
+    agent = shake(make_agent(with_recipes("ppo_continuous", "gsde")))
     with torch.no_grad():
         obs, matrix = torch.randn(50, 3), torch.randn(64, 2)
         matrices = matrix.expand(50, 64, 2)
@@ -102,9 +99,8 @@ def test_gsde_noise_is_a_function_of_the_state():
         assert (near - noise).abs().max() < 0.02 * noise.abs().max()
 
 
-@pytest.mark.parametrize("bounds", [(-20.0, 20.0), (-1.5, -0.5)])
-def test_gsde_log_prob_is_that_of_the_noise_over_all_matrices(bounds):
-    agent = shake(make_agent(with_recipes("ppo_continuous", "gsde"), log_std_min=bounds[0], log_std_max=bounds[1]), 1.0)
+def test_gsde_log_prob_is_that_of_the_noise_over_all_matrices():
+    agent = shake(make_agent(with_recipes("ppo_continuous", "gsde")), 1.0)
     with torch.no_grad():
         agent.log_std += 0.5
         agent.anneal_std(0.5)
@@ -204,3 +200,31 @@ def test_beta_policy_integrates_to_one_and_keeps_its_peak(remaining):
         np.testing.assert_allclose(agent.predict(np.ones(3)), peak, atol=1e-5)
         deviations.append(agent.get_distribution(torch.ones(3)).stddev.item())
     assert deviations[1] == pytest.approx(deviations[0] / 2, rel=0.05)
+
+
+def test_log_std_bounds_give_the_golden_numbers():
+    """Log-probability, entropy and its gradient where some log_stds are out of bounds (golden.json)."""
+    module, (inputs, expected) = with_recipes("ppo_continuous", "log_std_bounds"), golden("gaussian_log_std_clamp")
+    bounds = {name: inputs[name] for name in ("log_std_min", "log_std_max")}
+    size = inputs["mean"].shape[-1]
+    agent = make_agent(module, low=[-1.0] * size, high=[1.0] * size, log_std_init=0.0, **bounds).double()
+    agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(size, 1).double()
+    agent.log_std.data = inputs["log_std"].clone()
+    _, log_prob, entropy, _ = agent.get_action_and_value(inputs["mean"], inputs["action"])
+    torch.testing.assert_close(log_prob, expected["logprob"], rtol=0, atol=1e-9)
+    torch.testing.assert_close(entropy, expected["entropy"], rtol=0, atol=1e-9)
+    entropy[0].backward()
+    torch.testing.assert_close(agent.log_std.grad, expected["dentropy_dlog_std"], rtol=0, atol=1e-9)
+
+
+def test_log_std_bounds_keep_what_is_learned_where_it_has_a_gradient(tmp_path):
+    """An entropy bonus drives log_std over its bound. It is brought back, and comes down again without the bonus."""
+    module = with_recipes("ppo_continuous", "log_std_bounds")
+    flags = {"log_std_init": -1.0, "log_std_min": -1.5, "log_std_max": -1.0, "learning_rate": 0.02, "anneal_lr": False}
+    flags |= {"num_envs": 4, "num_steps": 16, "target_kl": None, "max_grad_norm": 0.0, "anneal_std": False}
+    agent, run_dir = module.train(small(module, tmp_path, ent_coef=10.0, total_timesteps=640, **flags))
+    assert (agent.log_std > -1.1).all()
+    args = module.load_args(run_dir)
+    args.ent_coef, args.total_timesteps = -10.0, 1280
+    agent, _ = module.train(args, run_dir)
+    assert (agent.log_std < -1.4).all()

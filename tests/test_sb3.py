@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import NO_BOUNDS, scalars
+from conftest import scalars
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3 import PPO
@@ -74,7 +74,7 @@ def test_whole_updates(script, small_args, minibatches, watch):
     """Three iterations with two epochs of two minibatches each: with masks, and with memories whose episodes span
     rollouts. The oracle begins with the same weights and is given the same minibatches."""
     oracle, policy, env_id, our_settings, their_settings = ORACLES[script.__name__]
-    settings = SETTINGS | our_settings | NO_BOUNDS[script.__name__] | {"env_id": env_id}
+    settings = SETTINGS | our_settings | {"env_id": env_id}
     untrained, _ = script.train(small_args(**settings, learning_rate=0.0))
     minibatches.clear()
     replays = watch(script.Memory, "replay") if oracle is RecurrentPPO else []
