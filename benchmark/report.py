@@ -361,26 +361,23 @@ def learning_table(rows):
 
 
 def headline():
-    """Markdown: MuJoCo beside CleanRL and the best published PPO figure, and speed beside others, for README."""
+    """Markdown: MuJoCo beside others' figures, and speed beside others, for README."""
     published = read_published()
-    tuned = {env_id: rows for (env_id, _, settings, _), rows in read_suite("mujoco-tuned").items() if settings}
-    columns = [
-        "task (1M steps)",
-        "defaults",
-        "95% interval",
-        "runs",
-        "tuned",
-        "CleanRL (published)",
-        "highest PPO found",
-    ]
+    suite = read_suite("mujoco")
+    zoo = read_peers()["sb3-ppo-zoo"]
+    measured = any(env_id in zoo for env_id, *_ in suite)
+    columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
+    columns += ["SB3, RL Zoo's settings"] * measured + ["CleanRL (published)", "highest PPO found"]
     lines = []
-    for (env_id, *_), rows in read_suite("mujoco").items():
+    for (env_id, *_), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
         unit = np.abs(values).max()
-        own = [float(row["last_100_mean"]) for row in tuned.get(env_id, [])]
+        evaluated = statistics.fmean(float(row["evaluation"]) for row in rows)
         cells = [number(values.mean(), unit), f"{number(low, unit)} to {number(high, unit)}", len(rows)]
-        cells.append(number(np.mean(own), unit) if own else "")
+        cells += [number(evaluated, unit)]
+        if measured:
+            cells.append(number(zoo[env_id], unit) if env_id in zoo else "")
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
             mark = row["mark"].replace("*", "\\*") if row else ""
