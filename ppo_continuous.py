@@ -20,8 +20,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 4. In each dimension, the policy's -1 and 1 map to the bounds of the action space, if both are finite.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
-Items 1 and 4 go beyond the paper (Schulman et al. 2017) and CleanRL. So do 100 staggered environments, advantages
-recomputed before each epoch and a standard deviation that decays to 0; --preset cleanrl turns these off.
+Items 1 to 4 and 6 are not in the paper (Schulman et al. 2017). Nor are staggered environments, advantages recomputed
+before each epoch and a standard deviation that decays to 0; --preset cleanrl turns these three off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
 E = number of truncations in a rollout.
@@ -103,7 +103,7 @@ class Args:  # the comments are what --help prints
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
     clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None, log_std_init=0.0, anneal_std=False,
@@ -186,7 +186,6 @@ class Agent(nn.Module):
         mean = self.actor(obs)
         return mean, (self.log_std + self.log_std_shift).expand_as(mean)
 
-    @torch.no_grad()
     def anneal_std(self, remaining):
         """Scale the standard deviation by sin(pi/2 * remaining): 1 at the start of a run, near 0 at its end."""
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
@@ -246,7 +245,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
+    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -316,7 +315,8 @@ def train(args=None, resume=None):
 
     resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    resume = resume and find_run(resume, (args or Args()).runs_dir)
+    if resume:
+        resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
     check(args)
     T, N = args.num_steps, args.num_envs
@@ -328,9 +328,10 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
-        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, cleanup, resume)))
+        run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
+        cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
-        # After a resume the seeds are new: noise must not repeat. One is for networks and noise, one for environments.
+        # After a resume the seeds are new: noise must not repeat. noise_seed is also for the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, which seeds torch too
@@ -412,8 +413,8 @@ def train(args=None, resume=None):
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-            rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
+            gae_inputs = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            values, advantages, returns = estimate_advantages(agent, *gae_inputs)  # (T, N)
             # Before the update: the critic has not learned from these returns yet.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
             if args.norm_obs:  # for the next rollout: this one is normalized already
@@ -423,9 +424,9 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    values, advantages, returns = estimate_advantages(agent, *rollout)
+                    values, advantages, returns = estimate_advantages(agent, *gae_inputs)
                 permutation = torch.randperm(B).to(device)
-                tensors = (obs, actions, log_probs, values, advantages, returns)
+                tensors = (obs, actions, log_probs, values, advantages, returns)  # as ppo_loss takes them
                 b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
                 for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                     gradient, metrics = compute_gradient(*minibatch)
@@ -466,7 +467,7 @@ def check(args):
     """Refuse settings that cannot work, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++").split()[0], "clang++", "cl"))):
+    if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -477,12 +478,12 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
-    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
-    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
+    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
+    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
+    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # Draw random numbers as eager mode does; on a CPU, call the kernels from C++, without testing the compiler first.
+    # fallback_random: eager mode's random numbers. cpp_wrapper: C++ calls the kernels. vec_isa_ok: no compiler test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
@@ -502,9 +503,9 @@ class VectorMember(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         reward = np.asarray(reward).item()  # some environments return an array of one number
-        numbers = {}
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, {}
+        numbers = {}
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
@@ -556,7 +557,7 @@ def make_envs(args):
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
-        envs.spec = make_env(args).spec
+        envs.spec = envs.envs[0].spec
     if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py")
     return envs

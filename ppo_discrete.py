@@ -20,8 +20,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
-Item 1 goes beyond the paper (Schulman et al. 2017) and CleanRL. So do normalized observations and rewards;
---preset cleanrl turns these off.
+Items 1, 2, 3, 5 and 6 are not in the paper (Schulman et al. 2017). --preset cleanrl turns 2 and 3 off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
@@ -101,7 +100,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=4, learning_rate=2.5e-4, num_minibatches=4, update_epochs=4, norm_obs=False, norm_reward=False,
     clip_vloss=True, ent_coef=0.01,
@@ -159,7 +158,7 @@ class Agent(nn.Module):
         self.args = args
         self.register_buffer("action_sizes", torch.as_tensor(action_sizes))  # choices in each dimension of an action
         self.register_buffer("action_start", torch.as_tensor(action_start))  # what the environment calls choice 0
-        self.sizes = self.action_sizes.flatten().tolist()  # of the K dimensions; their sum is A
+        self.sizes = self.action_sizes.flatten().tolist()  # the same, as a list of K; the sum is A
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
         self.critic = mlp(obs_shape[0], args.hidden_sizes, 1, gain=1.0)
@@ -180,7 +179,7 @@ class Agent(nn.Module):
     def get_log_probs(self, obs, action_mask=None):
         """obs (..., D), action_mask (..., A) bool or None: all allowed -> a list of K log-probabilities (..., size)"""
         logits = self.actor(obs)
-        if action_mask is not None:  # not -inf: its probability is 0 as well, but in the entropy 0 * -inf is NaN
+        if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
@@ -241,7 +240,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
+    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -311,7 +310,8 @@ def train(args=None, resume=None):
 
     resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    resume = resume and find_run(resume, (args or Args()).runs_dir)
+    if resume:
+        resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
     check(args)
     T, N = args.num_steps, args.num_envs
@@ -323,9 +323,10 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
-        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, cleanup, resume)))
+        run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
+        cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
-        # After a resume the seeds are new: noise must not repeat. One is for networks and noise, one for environments.
+        # After a resume the seeds are new: noise must not repeat. noise_seed is also for the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, which seeds torch too
@@ -382,8 +383,8 @@ def train(args=None, resume=None):
             for t in range(T):
                 raw_obs[t] = next_obs
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
-                seen = torch.from_numpy(next_obs).to(device), action_masks[t]
-                obs[t], actions[t], log_probs[t], env_actions = act(*seen)
+                inputs = torch.from_numpy(next_obs).to(device), action_masks[t]
+                obs[t], actions[t], log_probs[t], env_actions = act(*inputs)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -409,8 +410,8 @@ def train(args=None, resume=None):
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-            rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
+            gae_inputs = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            values, advantages, returns = estimate_advantages(agent, *gae_inputs)  # (T, N)
             # Before the update: the critic has not learned from these returns yet.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
             if args.norm_obs:  # for the next rollout: this one is normalized already
@@ -420,9 +421,9 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    values, advantages, returns = estimate_advantages(agent, *rollout)
+                    values, advantages, returns = estimate_advantages(agent, *gae_inputs)
                 permutation = torch.randperm(B).to(device)
-                tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)
+                tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
                 b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
                 for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                     gradient, metrics = compute_gradient(*minibatch)
@@ -462,7 +463,7 @@ def check(args):
     """Refuse settings that cannot work, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++").split()[0], "clang++", "cl"))):
+    if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -473,12 +474,12 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
-    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
-    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
+    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
+    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
+    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # Draw random numbers as eager mode does; on a CPU, call the kernels from C++, without testing the compiler first.
+    # fallback_random: eager mode's random numbers. cpp_wrapper: C++ calls the kernels. vec_isa_ok: no compiler test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
@@ -499,9 +500,9 @@ class VectorMember(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         reward = np.asarray(reward).item()  # some environments return an array of one number
-        numbers = {}
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, self.keep_mask(info)
+        numbers = {}
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
@@ -556,14 +557,14 @@ def make_envs(args):
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
-        envs.spec = make_env(args).spec
+        envs.spec = envs.envs[0].spec
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
 
 
 def choices(space):
-    """The number of choices in each action dimension, and the number of the first choice"""
+    """Choices in each action dimension, and what the environment calls choice 0"""
     if isinstance(space, gym.spaces.MultiBinary):
         return np.full(space.shape, 2), np.zeros(space.shape, space.dtype)
     return space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, space.start

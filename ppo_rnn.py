@@ -26,8 +26,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md says
 8. A minibatch contains all T steps of n environments. The update replays the steps in order, from the memory's state at
    the start of the rollout, which is not recomputed. The gradient reaches back to the start of the episode, but not
    beyond the rollout.
-Items 1 and 5 go beyond the paper (Schulman et al. 2017) and CleanRL's ppo_atari_lstm.py. So do normalized observations
-and rewards and advantages recomputed before each epoch; --preset cleanrl turns these off.
+None of these items is in the paper (Schulman et al. 2017), nor does it recompute advantages before each epoch.
+--preset cleanrl turns that, 2 and 3 off.
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
@@ -114,7 +114,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     hidden_sizes=(), norm_obs=False, norm_reward=False, recompute_advantages=False, clip_coef=0.1, clip_vloss=True,
 )}  # fmt: skip
@@ -256,7 +256,7 @@ class Agent(nn.Module):
     def get_log_probs(self, features, action_mask=None):
         """features (..., H), action_mask (..., A) bool or None: all allowed -> K log-probabilities (..., size)"""
         logits = self.actor(features)
-        if action_mask is not None:  # not -inf: its probability is 0 as well, but in the entropy 0 * -inf is NaN
+        if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
@@ -339,7 +339,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
+    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -420,7 +420,8 @@ def train(args=None, resume=None):
 
     resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    resume = resume and find_run(resume, (args or Args()).runs_dir)
+    if resume:
+        resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
     check(args)
     T, N = args.num_steps, args.num_envs
@@ -433,9 +434,10 @@ def train(args=None, resume=None):
         torch.backends.cudnn.allow_tf32 = False  # with TF32 a reset row would not give exactly 0
         envs = make_envs(args)
         cleanup.callback(envs.close)
-        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, num_iterations * B, cleanup, resume)))
+        run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
+        cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
-        # After a resume the seeds are new: noise must not repeat. One is for networks and noise, one for environments.
+        # After a resume the seeds are new: noise must not repeat. noise_seed is also for the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, which seeds torch too
@@ -502,8 +504,8 @@ def train(args=None, resume=None):
             for t in range(T):
                 raw_obs[t] = next_obs
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
-                seen = torch.from_numpy(next_obs).to(device), action_masks[t], state
-                obs[t], actions[t], log_probs[t], env_actions, state = act(*seen)
+                inputs = torch.from_numpy(next_obs).to(device), action_masks[t], state
+                obs[t], actions[t], log_probs[t], env_actions, state = act(*inputs)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -592,7 +594,7 @@ def check(args):
     """Refuse settings that cannot work, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++").split()[0], "clang++", "cl"))):
+    if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -603,12 +605,12 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
-    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
-    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
+    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
+    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
+    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # Draw random numbers as eager mode does; on a CPU, call the kernels from C++, without testing the compiler first.
+    # fallback_random: eager mode's random numbers. cpp_wrapper: C++ calls the kernels. vec_isa_ok: no compiler test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
@@ -629,9 +631,9 @@ class VectorMember(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         reward = np.asarray(reward).item()  # some environments return an array of one number
-        numbers = {}
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, self.keep_mask(info)
+        numbers = {}
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
@@ -686,7 +688,7 @@ def make_envs(args):
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
-        envs.spec = make_env(args).spec
+        envs.spec = envs.envs[0].spec
     describe_actions(envs.single_action_space)  # rejects others
     return envs
 

@@ -148,7 +148,7 @@ class Agent(nn.Module):
         self.args = args
         self.register_buffer("action_sizes", torch.as_tensor(action_sizes))  # choices in each dimension of an action
         self.register_buffer("action_start", torch.as_tensor(action_start))  # what the environment calls choice 0
-        self.sizes = self.action_sizes.flatten().tolist()  # of the K dimensions; their sum is A
+        self.sizes = self.action_sizes.flatten().tolist()  # the same, as a list of K; the sum is A
         self.register_buffer("obs_shape", torch.tensor(obs_shape))
         self.encoder = NatureCNN(obs_shape)
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
@@ -162,7 +162,7 @@ class Agent(nn.Module):
     def get_log_probs(self, features, action_mask=None):
         """features (..., 512), action_mask (..., A) bool or None -> a list of K log-probabilities (..., size)"""
         logits = self.actor(features)
-        if action_mask is not None:  # not -inf: its probability is 0 as well, but in the entropy 0 * -inf is NaN
+        if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
@@ -208,7 +208,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
+    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -278,7 +278,8 @@ def train(args=None, resume=None):
 
     resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
-    resume = resume and find_run(resume, (args or Args()).runs_dir)
+    if resume:
+        resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
     check(args)
     device, rank, num_ranks = start_device(args)
@@ -291,8 +292,8 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # with more, any other busy process would slow this one down fourfold
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
-        total_steps = num_iterations * T * args.num_envs
-        run = cleanup.enter_context(contextlib.closing(Run(args, envs.spec, total_steps, cleanup, resume, rank)))
+        run = Run(args, envs.spec, num_iterations * T * args.num_envs, cleanup, resume, rank)
+        cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -375,8 +376,8 @@ def train(args=None, resume=None):
             last_obs = torch.from_numpy(next_obs).to(device)  # (N, *D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, *D), E truncations
             final_obs = torch.from_numpy(raw_final_obs).to(device)
-            rollout = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            values, advantages, returns = estimate_advantages(agent, *rollout)  # (T, N)
+            gae_inputs = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            values, advantages, returns = estimate_advantages(agent, *gae_inputs)  # (T, N)
             # Before the update: the critic has not learned from these returns yet.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
 
@@ -384,9 +385,9 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    values, advantages, returns = estimate_advantages(agent, *rollout)
+                    values, advantages, returns = estimate_advantages(agent, *gae_inputs)
                 permutation = torch.randperm(B).to(device)
-                tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)
+                tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
                 b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
                 for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                     gradient, metrics = average_over_ranks(*compute_gradient(*minibatch))
@@ -427,7 +428,7 @@ def check(args):
     """Refuse settings that cannot work, before anything is created."""
     if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
         raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++").split()[0], "clang++", "cl"))):
+    if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -474,9 +475,9 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
-    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
-    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
+    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
+    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
+    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -501,9 +502,9 @@ class VectorMember(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         reward = np.asarray(reward).item()  # some environments return an array of one number
-        numbers = {}
         if not (terminated or truncated):
             return obs, reward, terminated, truncated, self.keep_mask(info)
+        numbers = {}
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
@@ -562,14 +563,14 @@ def make_envs(args, num_envs):
         if "ALE/" in args.env_id and isinstance(error, TypeError):
             raise UsageError(f"--env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * num_envs, **options)
-        envs.spec = make_env(args).spec
+        envs.spec = envs.envs[0].spec
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
 
 
 def choices(space):
-    """The number of choices in each action dimension, and the number of the first choice"""
+    """Choices in each action dimension, and what the environment calls choice 0"""
     if isinstance(space, gym.spaces.MultiBinary):
         return np.full(space.shape, 2), np.zeros(space.shape, space.dtype)
     return space.n if isinstance(space, gym.spaces.Discrete) else space.nvec, space.start

@@ -242,7 +242,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # 0 after a termination. A product with 0 would not do: next_values may be NaN there.
+    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
@@ -588,9 +588,9 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. When a number such as args.ent_coef changes, it compiles again. The ninth
-    value is an error. For a schedule, write after `run = ...`: args = dataclasses.replace(args, ent_coef=tensor), with
-    tensor = torch.tensor(0.01, device=device). Then call args.ent_coef.fill_(...) in the loop."""
+    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
+    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
+    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
