@@ -100,13 +100,15 @@ class Args:  # the comments are what --help prints
     max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
     log_std_init: float = -0.5  # initial log standard deviation
+    log_std_min: float = -1.5  # before each iteration, raise the learned log_std to this
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
 
 
 # Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
-    clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None, log_std_init=0.0, anneal_std=False,
+    clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None, log_std_init=0.0, log_std_min=-20.0,
+    anneal_std=False,
 )}  # fmt: skip
 
 
@@ -186,8 +188,10 @@ class Agent(nn.Module):
         mean = self.actor(obs)
         return mean, (self.log_std + self.log_std_shift).expand_as(mean)
 
+    @torch.no_grad()
     def anneal_std(self, remaining):
-        """Scale the standard deviation by sin(pi/2 * remaining): 1 at the start of a run, near 0 at its end."""
+        """Raise log_std to its bound. Scale the deviation by sin(pi/2 * remaining): 1 at first, near 0 at the end."""
+        self.log_std.clamp_(min=self.args.log_std_min)
         self.log_std_shift.fill_(math.log(math.sin(math.pi / 2 * remaining)) if self.args.anneal_std else 0.0)
 
     def get_action_and_value(self, obs, action=None):

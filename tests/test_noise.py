@@ -1,4 +1,4 @@
-"""The noise of Box actions: --anneal-std."""
+"""The noise of Box actions: --anneal-std, --log-std-min."""
 
 import math
 
@@ -26,3 +26,13 @@ def test_anneal_std(script, small_args, minibatches):
     args.anneal_std, args.total_timesteps = False, 4 * 2048
     agent, _ = script.train(args, run_dir)  # whole again, as the learning rate is with --no-anneal-lr
     assert agent.predict(torch.zeros(4096, 2), deterministic=False).std() == pytest.approx(math.exp(-1), rel=0.06)
+
+
+def test_log_std_stays_above_its_bound(script, small_args):
+    """A negative entropy bonus drives log_std below --log-std-min. The next iteration begins on the bound."""
+    flags = {"learning_rate": 0.02, "max_grad_norm": 0.0, "target_kl": None, "ent_coef": -10.0}
+    args = small_args(total_timesteps=640, log_std_init=-1.0, log_std_min=-1.2, **flags)
+    _, run_dir = script.train(args)
+    args.total_timesteps, args.learning_rate = 704, 0.0
+    agent, _ = script.train(args, run_dir)
+    assert agent.log_std.tolist() == pytest.approx([-1.2] * len(agent.log_std))

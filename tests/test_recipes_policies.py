@@ -1,4 +1,4 @@
-"""Recipes about distributions of actions: squashed_gaussian, gsde, beta_policy, state_dependent_std, log_std_bounds."""
+"""Recipes about distributions of actions: squashed_gaussian, gsde, beta_policy, state_dependent_std."""
 
 import gymnasium as gym
 import numpy as np
@@ -200,31 +200,3 @@ def test_beta_policy_integrates_to_one_and_keeps_its_peak(remaining):
         np.testing.assert_allclose(agent.predict(np.ones(3)), peak, atol=1e-5)
         deviations.append(agent.get_distribution(torch.ones(3)).stddev.item())
     assert deviations[1] == pytest.approx(deviations[0] / 2, rel=0.05)
-
-
-def test_log_std_bounds_give_the_golden_numbers():
-    """Log-probability, entropy and its gradient where some log_stds are out of bounds (golden.json)."""
-    module, (inputs, expected) = with_recipes("ppo_continuous", "log_std_bounds"), golden("gaussian_log_std_clamp")
-    bounds = {name: inputs[name] for name in ("log_std_min", "log_std_max")}
-    size = inputs["mean"].shape[-1]
-    agent = make_agent(module, low=[-1.0] * size, high=[1.0] * size, log_std_init=0.0, **bounds).double()
-    agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(size, 1).double()
-    agent.log_std.data = inputs["log_std"].clone()
-    _, log_prob, entropy, _ = agent.get_action_and_value(inputs["mean"], inputs["action"])
-    torch.testing.assert_close(log_prob, expected["logprob"], rtol=0, atol=1e-9)
-    torch.testing.assert_close(entropy, expected["entropy"], rtol=0, atol=1e-9)
-    entropy[0].backward()
-    torch.testing.assert_close(agent.log_std.grad, expected["dentropy_dlog_std"], rtol=0, atol=1e-9)
-
-
-def test_log_std_bounds_keep_what_is_learned_where_it_has_a_gradient(tmp_path):
-    """An entropy bonus drives log_std over its bound. It is brought back, and comes down again without the bonus."""
-    module = with_recipes("ppo_continuous", "log_std_bounds")
-    flags = {"log_std_init": -1.0, "log_std_min": -1.5, "log_std_max": -1.0, "learning_rate": 0.02, "anneal_lr": False}
-    flags |= {"num_envs": 4, "num_steps": 16, "target_kl": None, "max_grad_norm": 0.0, "anneal_std": False}
-    agent, run_dir = module.train(small(module, tmp_path, ent_coef=10.0, total_timesteps=640, **flags))
-    assert (agent.log_std > -1.1).all()
-    args = module.load_args(run_dir)
-    args.ent_coef, args.total_timesteps = -10.0, 1280
-    agent, _ = module.train(args, run_dir)
-    assert (agent.log_std < -1.4).all()
