@@ -393,10 +393,11 @@ def headline():
         steps = [speed.get((case, name), {"steps_per_second": ""})["steps_per_second"] for name in others]
         timings.append([title, *(f"{int(x):,}" if x else "" for x in (ours["steps_per_second"], *steps))])
     text = (
-        "Environment steps per second on one CPU thread, at equal settings, without compilation (blank: not measured)."
+        "Environment steps per second on one CPU thread, at equal settings, startup not counted (blank: not measured)."
     )
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax, whose CartPole is compiled too, makes {int(rejax['steps_per_second']):,} at 4 x 128."
+        text += " SBX and rejax use JAX. rejax compiles CartPole too, and makes"
+        text += f" {int(rejax['steps_per_second']):,} at 4 x 128."
     return [
         *table(columns, lines),
         "",
