@@ -202,7 +202,8 @@ def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
     HalfCheetah by gymnasium or by EnvPool."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
-    flags_of_ours = {"target_kl": None, "log_std_init": 0, "anneal_std": False, "stagger_envs": False}
+    flags_of_ours = {"target_kl": None, "log_std_init": 0, "log_std_min": -20, "anneal_std": False}
+    flags_of_ours |= {"stagger_envs": False}
     mine = ours("ppo_continuous", **flags | flags_of_ours | {"env_id": task}, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = sb3_and_sbx("HalfCheetah-v4", envs, 8192, 40960, **settings)
