@@ -12,7 +12,7 @@
     python ppo_continuous.py --resume runs/NAME          # continue a run, also after a kill; or --resume latest
     python ppo_continuous.py --evaluate runs/NAME        # play episodes with the trained agent; or --evaluate latest
 
-Where PPO implementations differ, this one does as follows (docs/choices.md says what each choice gains):
+Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way, so the first minibatch of an update has
    probability ratio 1. The statistics change between rollouts only. Checkpoints contain them.

@@ -17,18 +17,24 @@ DIFFS = {
 
 
 class Levels(gym.Env):
-    """Succeeds in every episode, which has one step. It remembers its levels."""
+    """Succeeds in every episode. It remembers the levels that episodes began with."""
 
     observation_space = action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
     level, seen = 0, []
 
+    def __init__(self, length=1):
+        self.length = length
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.steps, self.level_of_episode = 0, self.level
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        self.seen.append(self.level)
-        return self.observation_space.sample(), 1.0, True, False, {"is_success": True}
+        self.steps += 1
+        self.seen.append(self.level_of_episode)
+        info = {"is_success": True, "level": self.level_of_episode}
+        return self.observation_space.sample(), 1.0, self.steps == self.length, False, info
 
 
 gym.register("changes/Levels-v0", Levels)
@@ -85,11 +91,19 @@ def test_schedule(changed, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changed", ["A curriculum, saved in the checkpoint"], indirect=True)
 def test_curriculum(changed, tmp_path):
-    """One level more after each iteration; a resumed run goes on from its level."""
+    """One level more after each iteration; a resumed run goes on from its level, after the episodes of its reset."""
     Levels.seen.clear()
     agent, run_dir = train(changed, tmp_path)
     assert [*dict.fromkeys(Levels.seen)] == [0, 1, 2, 3] and agent.level == 4
     Levels.seen.clear()
     train(changed, tmp_path, resume=run_dir, total_timesteps=320)
-    assert {*Levels.seen} == {4}
+    assert [*dict.fromkeys(Levels.seen)] == [0, 4]
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["level"] == 5
+
+
+@pytest.mark.parametrize("changed", ["A curriculum, saved in the checkpoint"], indirect=True)
+def test_curriculum_ignores_episodes_of_the_level_before(changed, tmp_path):
+    """An episode is as long as a rollout, so the ones of every second iteration began before the level rose."""
+    sizes = {"num_envs": 16, "num_steps": 4, "env_kwargs": '{"length": 4}'}
+    agent, _ = train(changed, tmp_path, **sizes)
+    assert agent.level == 2

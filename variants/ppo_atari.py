@@ -14,7 +14,7 @@
     python variants/ppo_atari.py --evaluate runs/NAME        # play with the trained agent; or --evaluate latest
     torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, one GPU each
 
-Where PPO implementations differ, this one does as follows (docs/choices.md says what each choice gains):
+Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are uint8 images, stored as they are. Actor and critic share the Nature CNN.
 3. The policy learns from the sign of the rewards. Logged returns are raw.
