@@ -400,19 +400,19 @@ def train(args=None, resume=None):
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
-                for n in np.flatnonzero(terminated | truncated):
-                    if not shortened[n]:
+                for i in np.flatnonzero(terminated | truncated):
+                    if not shortened[i]:
                         final_info = infos.get("final_info", {})
-                        info = final_info["numbers"][n][0] if "numbers" in final_info else {}  # from VectorMember
-                        episode = {"step": global_step, "return": episode_returns[n], "length": episode_lengths[n]}
+                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # from VectorMember
+                        episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                         episodes.append(episode | {"info": info})
-                    episode_returns[n], episode_lengths[n], shortened[n] = 0, 0, False
+                    episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
             rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
+            ended = terminations | truncations
             if args.norm_reward:
-                ended = terminations | truncations
                 rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
@@ -665,8 +665,8 @@ class Run:
         """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
-        if shutil.disk_usage(self.dir).free < 1e7:  # for a checkpoint, and logs until the next one
-            raise UsageError(f"the disk has less than 10 MB left: what was saved in {self.dir} is kept")
+        if shutil.disk_usage(self.dir).free < 5e7:  # for a checkpoint, and logs until the next one
+            raise UsageError(f"the disk has less than 50 MB left: what was saved in {self.dir} is kept")
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()

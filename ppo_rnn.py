@@ -89,7 +89,6 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # environments stepped side by side (N)
-    stagger_envs: bool = False  # shorten first time limits by different amounts, to desynchronize environments
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
@@ -492,7 +491,6 @@ def train(args=None, resume=None):
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
-        shortened = stagger(envs, args)  # bool (N,): whose first episode is cut short, hence not logged
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
@@ -518,12 +516,11 @@ def train(args=None, resume=None):
                 episode_returns += reward
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
-                    if not shortened[i]:
-                        final_info = infos.get("final_info", {})
-                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # from VectorMember
-                        episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
-                        episodes.append(episode | {"info": info})
-                    episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
+                    final_info = infos.get("final_info", {})
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # from VectorMember
+                    episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
+                    episodes.append(episode | {"info": info})
+                    episode_returns[i], episode_lengths[i] = 0, 0
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -715,16 +712,6 @@ def read_masks(infos, sizes):
     return masks
 
 
-def stagger(envs, args):
-    """--stagger-envs: bring the time limits of the first episodes forward, each by a different number of steps.
-    Otherwise all would end together, and each batch would cover one phase of the episode. -> bool (N,), shortened"""
-    elapsed_steps = np.zeros(args.num_envs, dtype=int)
-    if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
-        elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
-        envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # the step counter of gymnasium.wrappers.TimeLimit
-    return elapsed_steps > 0
-
-
 class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar."""
@@ -813,8 +800,8 @@ class Run:
         """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
-        if shutil.disk_usage(self.dir).free < 1e7:  # for a checkpoint, and logs until the next one
-            raise UsageError(f"the disk has less than 10 MB left: what was saved in {self.dir} is kept")
+        if shutil.disk_usage(self.dir).free < 5e7:  # for a checkpoint, and logs until the next one
+            raise UsageError(f"the disk has less than 50 MB left: what was saved in {self.dir} is kept")
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()

@@ -52,9 +52,9 @@ def all_gone(pids):
 @pytest.mark.parametrize(
     "script, task, kwargs, sizes",
     [
-        ("ppo_continuous", "HalfCheetah-v4", {}, {"num_steps": 64}),
-        ("ppo_continuous", "BipedalWalker-v3", {}, {"num_steps": 16}),
-        ("ppo_continuous", "box/Shaped-v0", {}, {"num_steps": 2}),
+        ("ppo_continuous", "HalfCheetah-v4", {}, {"num_steps": 64, "stagger_envs": True}),
+        ("ppo_continuous", "BipedalWalker-v3", {}, {"num_steps": 16, "stagger_envs": True}),
+        ("ppo_continuous", "box/Shaped-v0", {}, {"num_steps": 2, "stagger_envs": True}),
         ("ppo_discrete", "CartPole-v1", {}, {"num_envs": 50, "num_steps": 8}),
         ("ppo_discrete", TAXI, {}, {"num_steps": 16}),
         ("ppo_rnn", "masks/Masked-v0", {"form": "tuple"}, {"num_steps": 4}),
@@ -66,7 +66,7 @@ def test_weights_are_those_of_the_ordinary_run(script, tmp_path, small_args, tas
     that are cut short, truncations, masks, and observations that are no vectors."""
     if task.startswith("Bipedal"):
         pytest.importorskip("Box2D")
-    sizes = SMALL | {"stagger_envs": True, "update_epochs": 1} | sizes
+    sizes = SMALL | {"update_epochs": 1} | sizes
     sizes["total_timesteps"] = 20 * sizes["num_envs"] * sizes["num_steps"]
     in_three = {"env_id": f"benchmark.process_envs:{task}", "env_kwargs": json.dumps(kwargs | {"num_workers": 3})}
     process = start(script.__name__, tmp_path / "three", **in_three, **sizes)

@@ -68,7 +68,8 @@ def test_resumed_twice_is_the_same_run_twice(script, small_args, main):
     """From copies of one folder, cut in the middle of episodes, by the command line and from Python: the same weights,
     optimizer, arguments, rows and logs."""
     half = {"env_id": LONGER[script.__name__], "total_timesteps": 64 * 3, "gamma": 0.9}
-    half |= {"stagger_envs": False}
+    if script.__name__ == "ppo_continuous":
+        half["stagger_envs"] = False
     _, run_dir = script.train(small_args(**half))
     copy = shutil.copytree(run_dir, run_dir.parent / "copy")
     assert main(script, "--resume", run_dir, f"--total-timesteps={64 * 16}").returncode == 0

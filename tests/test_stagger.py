@@ -2,16 +2,14 @@
 
 import gymnasium as gym
 import numpy as np
-from conftest import ACTIONS, rows
+import pytest
+from conftest import rows
 
 
 class Limited(gym.Env):
     """A reward of 1 in every step, and no end but that of a time limit."""
 
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-
-    def __init__(self, discrete):
-        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,), np.float32)
+    observation_space = action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -21,23 +19,18 @@ class Limited(gym.Env):
         return np.zeros(2, np.float32), 1.0, False, False, {}
 
 
-for kind in ("box", "discrete"):
-    gym.register(f"{kind}/Limited-v0", Limited, kwargs={"discrete": kind == "discrete"}, max_episode_steps=40)
+gym.register("box/Limited-v0", Limited, max_episode_steps=40)
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
 def test_stagger_envs(script, small_args, capsys):
     """Four environments whose episodes only end at a limit of 40 steps: the second begins at its step 10, the third at
     20, the fourth at 30. Whole episodes end one after the other, and only those are logged, from their first step on.
     Without staggering all end together. Until the first one ends, the output says when that will be."""
-    env_id = f"{ACTIONS[script.__name__]}/Limited-v0"
-    args = {"env_id": env_id, "num_envs": 4, "num_steps": 15, "total_timesteps": 4 * 90}
+    args = {"env_id": "box/Limited-v0", "num_envs": 4, "num_steps": 15, "total_timesteps": 4 * 90}
     for stagger_envs, ends in (True, [40, 50, 60, 70, 80, 90]), (False, [40] * 4 + [80] * 4):
         _, run_dir = script.train(small_args(stagger_envs=stagger_envs, **args))
         table = rows(run_dir)[1:]
         assert [int(row[0]) for row in table] == [4 * end for end in ends]
         assert {(row[1], row[2]) for row in table} == {("40", "40")}
         assert "first return by step 160 " in capsys.readouterr().out
-
-
-def test_defaults_of_staggering(script):
-    assert script.Args().stagger_envs == (script.__name__ == "ppo_continuous")

@@ -361,12 +361,12 @@ def train(args=None, resume=None):
                 if "episode_frame_number" in infos:  # ALE, where a lost life terminates too
                     game_over = infos["episode_frame_number"] < frame_numbers  # a new game restarts the count
                     frame_numbers = infos["episode_frame_number"]
-                for n in np.flatnonzero(game_over):
+                for i in np.flatnonzero(game_over):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][n][0] if "numbers" in final_info else {}  # from VectorMember
-                    episode = {"step": global_step, "return": episode_returns[n], "length": episode_lengths[n]}
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # from VectorMember
+                    episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
-                    episode_returns[n], episode_lengths[n] = 0, 0
+                    episode_returns[i], episode_lengths[i] = 0, 0
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
