@@ -224,6 +224,24 @@ def test_gradient_is_the_same_compiled(tmp_path):
     assert (compiled - moments).norm() < 1e-5 * moments.norm() and moments.norm() > 1e-3
 
 
+def test_a_number_changed_in_the_loop_counts(tmp_path):
+    """Compiled too: as whoever copies the script schedules a coefficient."""
+    text, place = PATH.read_text(), "            remaining = 1.0 -"
+    assert text.count(place) == 1
+    path = tmp_path / "my_ppo.py"
+    path.write_text(text.replace(place, "            args.ent_coef = 0.5 * iteration\n" + place))
+    spec = importlib.util.spec_from_file_location("my_ppo", path)
+    mine = sys.modules["my_ppo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    weights = []
+    for changes in ({}, {"compile": True}, {"ent_coef": 0.5}):  # the last one without the schedule
+        module = script if "ent_coef" in changes else mine
+        sizes = {"env_id": "images/Last-v0", "runs_dir": str(tmp_path), "total_timesteps": 192}
+        weights.append(module.train(module.Args(**SMALL | sizes | changes))[0].actor.weight)
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-5, rtol=1e-4)
+    assert (weights[2] - weights[0]).abs().max() > 1e-4
+
+
 def test_network_of_mnih_et_al():
     """84 x 84 x 4 -> 32 of 8 x 8 / 4 -> 64 of 4 x 4 / 2 -> 64 of 3 x 3 -> 512; pixels from 0 to 1."""
     network = script.NatureCNN((4, 84, 84))
