@@ -14,14 +14,14 @@
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are normalized when the policy acts, and stored that way, so the first minibatch of an update has
+2. Observations are normalized when the policy acts. The update reads the same numbers, so its first minibatch has
    probability ratio 1. The statistics change between rollouts only. Checkpoints contain them.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. In each dimension, the policy's -1 and 1 map to the bounds of the action space, if both are finite.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
-Items 1 to 4 and 6 are not in the paper (Schulman et al. 2017). Nor are staggered environments, advantages recomputed
-before each epoch and a standard deviation that decays to 0; --preset cleanrl turns these three off.
+Items 1 to 4 and 6 are not in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, staggered
+environments, recomputed advantages and a deviation that decays to 0; --preset cleanrl turns the last three off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
 E = number of truncations in a rollout.
@@ -254,8 +254,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
-    for t in reversed(range(len(deltas) - 1)):
+    advantages = deltas.clone()
+    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, unless transition t was an end
         advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
@@ -335,10 +335,10 @@ def train(args=None, resume=None):
         run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
         cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
-        # After a resume the seeds are new: noise must not repeat. noise_seed is also for the initial weights.
+        # New seeds after a resume, so that noise does not repeat. noise_seed draws the initial weights too.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
-        torch.manual_seed(noise_seed)  # after reset, which seeds torch too
+        torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
         agent = Agent(obs_shape, action_space.low, action_space.high, args).to(device)
@@ -403,7 +403,7 @@ def train(args=None, resume=None):
                 for i in np.flatnonzero(terminated | truncated):
                     if not shortened[i]:
                         final_info = infos.get("final_info", {})
-                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # from VectorMember
+                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # VectorMember's list
                         episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                         episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
@@ -436,18 +436,18 @@ def train(args=None, resume=None):
                     gradient, metrics = compute_gradient(*minibatch)
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
-                        stop_update = True  # and skip this minibatch
+                        stop_update = True  # and skip this minibatch; its metrics count
                         break
                     flat_parameters.grad = gradient
                     optimizer.step()
                 if stop_update:
                     break
-            checked = {"observations": raw_obs, "last observations": next_obs, "final observations": raw_final_obs}
+            watched = {"observations": raw_obs, "last observations": next_obs, "final observations": raw_final_obs}
             value_losses = torch.stack([m["value_loss"] for m in all_metrics]).cpu().numpy()
-            checked |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
-            for name, x in checked.items():
+            watched |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
+            for name, x in watched.items():
                 if not (np.abs(x) < 1e38).all():  # also if one is NaN
-                    raise UsageError(f"NaN or a number above 1e38 in the {name}: the checkpoint in {run.dir} is kept")
+                    raise UsageError(f"NaN or a number above 1e38 in the {name}: {run.dir} is not saved again")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -484,18 +484,18 @@ def check(args):
 def compiled(function, args):
     """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
     an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
-    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
+    `run = ...`, which saves the number, and `args.ent_coef.fill_(0.01 * remaining)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # fallback_random: eager mode's random numbers. cpp_wrapper: C++ calls the kernels. vec_isa_ok: no compiler test.
+    # fallback_random: eager mode's random numbers. cpp_wrapper: C++ calls the kernels. vec_isa_ok: skip a self-test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. It also seeds the global generators, and drops every info except the numbers of an
-    episode's last step: merging infos can cost more than the step itself."""
+    """One environment of a vector. It also seeds the global generators, which some environments use. It drops all infos
+    but the numbers of an episode's last step: merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -513,7 +513,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. A list: gymnasium would merge a dict.
+        # Copy obs: the reset may overwrite it. In a list, gymnasium does not merge the numbers.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 
@@ -535,7 +535,7 @@ def make_env(args, **kwargs):
 
 def make_video_env(args):
     """One environment that draws. It has drawn one picture already, to find a missing driver."""
-    import torch._dynamo  # noqa: F401  after Mesa's LLVM is loaded, loading Triton's would crash
+    import torch._dynamo  # noqa: F401  load Triton's LLVM now: after Mesa's it would crash
 
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
@@ -562,6 +562,9 @@ def make_envs(args):
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = envs.envs[0].spec
+    space = envs.single_observation_space
+    if len(space.shape or ()) != 1:  # only in a vector of its own: make_env flattens
+        raise UsageError(f"{args.env_id} has observations {space}: flatten them, or use variants/ppo_atari.py")
     if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py")
     return envs
@@ -608,7 +611,7 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; episodes.csv is cut.
+        # Logs newer than the checkpoint go: purge_step hides them in TensorBoard, episodes.csv is cut. W&B keeps them.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -693,7 +696,7 @@ class Run:
         if self.recent_returns:
             say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
         script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # no room for an iteration
+        if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # finished
             say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}")
             watch = json.dumps(json.loads(self.args.env_kwargs) | {"render_mode": "human"})
             say(f"to watch it, add --env-kwargs '{watch}'; to film it, --capture-video")
@@ -799,12 +802,12 @@ def main():
     if run_dir:  # the settings of that run, unless given here
         run_dir = find_run(run_dir, parse_args(words).runs_dir)
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import would run code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)
         return
-    video_dir = run_dir / "videos" if args.capture_video else None
+    video_dir = run_dir / "videos" if args.capture_video and "human" not in args.env_kwargs else None
     returns = evaluate(load_agent(run_dir), args, args.eval_episodes, video_dir)
     print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
     print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")

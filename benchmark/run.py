@@ -115,6 +115,9 @@ def make_jobs(args, flags=()):
                 raise SystemExit(f"{jobs[-1]}: {error}") from None
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
+    for job in jobs if args.script else ():
+        if (run_dir := find_run(job)) and (run_dir / job.script.name).read_text() != job.script.read_text():
+            raise SystemExit(f"{args.script} has changed since {run_dir}: give another --exp-name, or delete that run")
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
 
 

@@ -53,6 +53,12 @@ def test_from_the_copy_to_the_plot(folder, main):
     assert len(runs) == 4
     again = main(suites, "--script=my_ppo.py", "--seeds=3", *flags)
     assert "3 of 3 runs have finished" in again.stdout and sorted(folder.glob("runs/my_envs-Point-v0__*")) == runs
+    path = folder / "my_ppo.py"
+    text = path.read_text()
+    path.write_text(text + "# a change\n")  # the runs there are would pass for runs of it
+    changed = main(suites, "--script=my_ppo.py", "--seeds=3", *flags)
+    assert "my_ppo.py has changed since " in str(changed.returncode)
+    path.write_text(text)
 
     report = main(reports, *folder.glob("runs/*"))
     assert (report.returncode, report.stderr) == (0, "")

@@ -225,6 +225,7 @@ for kind in ("box", "discrete"):
 
 
 gym.register("native/SameStep-v0", vector_entry_point=Native)
+gym.register("native/Shaped-v0", vector_entry_point=Native, kwargs={"member": "box/Shaped-v0"})
 
 
 @ONE
@@ -232,6 +233,14 @@ def test_environment_with_a_vector_of_its_own(script, small_args):
     """One without set_attr trains, not staggered."""
     _, run_dir = script.train(small_args(env_id="native/SameStep-v0", stagger_envs=True))
     assert len(rows(run_dir)) > 40
+
+
+@ONE
+def test_a_vector_that_is_not_flat(script, small_args, main):
+    """Refused in one line, as ALE's games are."""
+    refused = main(script, *flags_of(**vars(small_args(env_id="native/Shaped-v0")) | {"hidden_sizes": "[64, 64]"}))
+    assert_one_line(refused, "native/Shaped-v0 has observations Dict(")
+    assert "flatten them, or use variants/ppo_atari.py" in refused.stderr
 
 
 def test_a_vector_may_reuse_its_array(script, small_args):

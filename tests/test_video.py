@@ -1,7 +1,9 @@
 """--capture-video."""
 
+import json
 import os
 import random
+import re
 
 import numpy as np
 import probes
@@ -13,7 +15,7 @@ from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of,
 class Drawn(probes.Chain):
     """It can be drawn, as noise. It draws from the global generators too."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
+    metadata = {"render_modes": ["rgb_array", "human"], "render_fps": 30}  # noqa: RUF012
 
     def __init__(self, discrete, render_mode=None):
         super().__init__(discrete)
@@ -55,6 +57,17 @@ def test_video(script, small_args, main):
     finished = main(script, "--evaluate", run_dir, "--eval-episodes=1", "--capture-video")
     assert finished.returncode == 0, finished.stderr
     assert len(list(videos.glob("*.mp4"))) == 3 and all(path.stat().st_size > 1000 for path in videos.glob("*.mp4"))
+
+
+@ONE
+def test_watching_a_run_that_was_filmed(script, small_args, main, capsys):
+    """Its last lines say how, and that command does not film."""
+    _, run_dir = script.train(small_args(env_id=probe(script, "Noise"), capture_video=True, total_timesteps=64))
+    before = {*(run_dir / "videos").iterdir()}
+    words = re.search(r"to watch it, add (--env-kwargs) '(.*)';", capsys.readouterr().out).groups()
+    assert json.loads(words[1]) == {"render_mode": "human"}
+    finished = main(script, "--evaluate", run_dir, "--eval-episodes=1", *words)
+    assert finished.returncode == 0 and "mean " in finished.stdout and {*(run_dir / "videos").iterdir()} == before
 
 
 @ONE

@@ -247,8 +247,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
-    for t in reversed(range(len(deltas) - 1)):
+    advantages = deltas.clone()
+    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, unless transition t was an end
         advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
@@ -590,7 +590,7 @@ def gather_from_ranks(episodes):
 def compiled(function, args):
     """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
     an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
-    `run = ...`, and call `args.ent_coef.fill_(...)` in the loop."""
+    `run = ...`, which saves the number, and `args.ent_coef.fill_(0.01 * remaining)` in the loop."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
