@@ -683,12 +683,12 @@ def make_envs(args):
     try:  # the environment's own vector, stepped in native code, if it has one with this mode
         kwargs = json.loads(args.env_kwargs)
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
+        space = envs.single_observation_space
+        if len(space.shape or ()) != 1:
+            raise UsageError(f"{args.env_id} has observations {space}: flatten them, or use variants/ppo_atari.py")
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = envs.envs[0].spec
-    space = envs.single_observation_space
-    if len(space.shape or ()) != 1:  # only in a vector of its own: make_env flattens
-        raise UsageError(f"{args.env_id} has observations {space}: flatten them, or use variants/ppo_atari.py")
     describe_actions(envs.single_action_space)  # rejects others
     return envs
 
