@@ -103,7 +103,8 @@ def test_curriculum(changed, tmp_path):
 
 @pytest.mark.parametrize("changed", ["A curriculum, saved in the checkpoint"], indirect=True)
 def test_curriculum_ignores_episodes_of_the_level_before(changed, tmp_path):
-    """An episode is as long as a rollout, so the ones of every second iteration began before the level rose."""
+    """An episode is as long as a rollout of 16 environments. After two rollouts the level rises. The episodes of the
+    third one began before that, so they do not count."""
     sizes = {"num_envs": 16, "num_steps": 4, "env_kwargs": '{"length": 4}'}
     agent, _ = train(changed, tmp_path, **sizes)
-    assert agent.level == 2
+    assert agent.level == 1

@@ -31,7 +31,7 @@ LENGTHS["ppo_atari"] = ("--total-timesteps=8", "--total-timesteps=16")
 LENGTHS["ppo_rlhf"] = ("--total-episodes=16", "--total-episodes=32")
 
 # These run in a copy of the repository, one after the other.
-FOR_A_COPY = r"git|cp|diff|python (recipes/refresh|benchmark/compare|tests/test_parity)\.py"
+FOR_A_COPY = r"git|cp|diff|patch|python (recipes/refresh|benchmark/compare|tests/test_parity)\.py"
 # What stands for the reader's own words. layer_norm is a recipe that has a head, without which refresh.py fails.
 OWN_WORDS = {"COMMIT": "HEAD", "NAME": "layer_norm"}
 OWN_WORDS |= {"BEFORE.csv": "benchmark/results/mujoco.csv", "AFTER.csv": "benchmark/results/mujoco.csv"}
@@ -83,8 +83,8 @@ def test_every_command_is_run_or_listed():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A user's folder, with what the commands need that is not in the repository."""
-    register = "gymnasium.register('Mine-v0', probes.Target, kwargs={'discrete': False})"
-    (tmp_path / "my_module.py").write_text(f"import gymnasium, probes\n{register}\n")
+    page = (ROOT / "docs" / "your-environment.md").read_text()
+    (tmp_path / "my_module.py").write_text(re.findall(r"```python\n(.*?)```", page, re.S)[0])
     (tmp_path / "my_robot.py").write_text("from torch_envs import drift as make_envs\n")
     (tmp_path / "my_rewards.py").write_text("def score(prompts, answers):\n    return [len(x) for x in answers]\n")
     (tmp_path / "prompts.txt").write_text("how is the soup ?\ntell us about the cake please .\n")
