@@ -150,6 +150,8 @@ class ProcessVector(gym.vector.VectorEnv):
         return results
 
     def set_attr(self, name, values):
+        """values: a list with one for each environment, or one for all"""
+        values = values if isinstance(values, list | tuple) else [values] * self.num_envs
         self.call_shares("set_attr", values, name)
 
     def reset(self, *, seed=None, options=None):
@@ -192,7 +194,8 @@ def use_processes(task):
     """From now on, several processes step the vectors of a registered task."""
     spec = gym.registry[task]
     entry_points = {"entry_point": partial(make_one, spec), "vector_entry_point": partial(ProcessVector, spec)}
-    gym.registry[task] = dataclasses.replace(spec, kwargs={}, **entry_points)
+    # `spec` has the wrappers already. A second time they would wrap twice, and gymnasium would make no vector.
+    gym.registry[task] = dataclasses.replace(spec, kwargs={}, additional_wrappers=(), **entry_points)
 
 
 for task in gym.registry:

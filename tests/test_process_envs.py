@@ -101,6 +101,7 @@ from benchmark.process_envs import use_processes
 
 class Mine(gym.Env):
     observation_space, action_space = gym.spaces.Box(-9, 9, (8,)), gym.spaces.Box(-1, 1, (1,))
+    bonus = 1.0
 
     def __init__(self, fails=False):
         self.net, self.fails = torch.nn.Linear(256, 256), fails
@@ -116,18 +117,20 @@ class Mine(gym.Env):
         self.x = self.net(self.x).tanh()
         if self.fails and "ppo_continuous" not in sys.modules:  # in a worker
             raise ConnectionError("the simulator is lost")
-        return self.x[0, :8].numpy(), 1.0, self.steps == 20, False, {}
+        return self.x[0, : self.observation_space.shape[0]].numpy(), self.bonus, self.steps == 20, False, {}
 
 
 class Dice(Mine):
     observation_space = gym.spaces.Box(0, 1, (3,), np.float64)
 
     def reset(self, *, seed=None, options=None):
+        super().reset()
         return np.array([random.random(), np.random.rand(), torch.rand(()).item()]), {}
 
 
 gym.register("Mine-v0", Mine)
-gym.register("Dice-v0", Dice)
+shifted = gym.wrappers.RescaleObservation.wrapper_spec(min_obs=10.0, max_obs=11.0)
+gym.register("Dice-v0", Dice, additional_wrappers=(shifted,))
 use_processes("Dice-v0")
 use_processes("Mine-v0")
 """
@@ -145,6 +148,10 @@ def try_the_vector(folder):
     again, _ = envs.reset(seed=[7, 8, 9, 7])
     assert len(np.unique(obs)) == obs.size == 12 and obs in envs.observation_space
     assert np.array_equal(obs[:3], again[:3]) and np.array_equal(obs[0], again[3])
+    assert obs.min() >= 10 and 10 <= gym.make("Dice-v0").reset()[0].min() <= 11
+    for bonus in (3.0, [3.0] * 4):
+        envs.set_attr("bonus", bonus)
+        assert envs.step(envs.action_space.sample())[1].tolist() == [3.0] * 4
     pids = workers(os.getpid())[:3]  # the fourth is the one that lists them
     envs.close()
     assert len(pids) == 3 and all_gone(pids)
@@ -153,8 +160,8 @@ def try_the_vector(folder):
 
 
 def test_seeds_and_processes(tmp_path):
-    """Environments that draw from the global generators differ. `num_workers` counts the main process; `close` ends the
-    others."""
+    """Environments that draw from the global generators differ. They are wrapped as their registration says, and take
+    attributes. `num_workers` counts the main process; `close` ends the others."""
     (tmp_path / "mine.py").write_text(MINE)
     finish(Started(try_the_vector, tmp_path))
 
