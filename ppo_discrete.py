@@ -326,7 +326,7 @@ def train(args=None, resume=None):
         run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
         cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
-        # New seeds after a resume, so that noise does not repeat. noise_seed draws the initial weights too.
+        # New seeds after a resume, so that noise does not repeat. noise_seed also seeds the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -438,7 +438,7 @@ def train(args=None, resume=None):
             watched |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
             for name, x in watched.items():
                 if not (np.abs(x) < 1e38).all():  # also if one is NaN
-                    raise UsageError(f"NaN or a number above 1e38 in the {name}: {run.dir} is not saved again")
+                    raise UsageError(f"NaN or a number above 1e38 in the {name}: not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -555,7 +555,7 @@ def make_envs(args):
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
         space = envs.single_observation_space
         if len(space.shape or ()) != 1:
-            raise UsageError(f"{args.env_id} has observations {space}: flatten them, or use variants/ppo_atari.py")
+            raise UsageError(f"{args.env_id} has {space}: flatten it. Images: ppo_atari.py, recipes/image_box.diff")
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = envs.envs[0].spec
@@ -613,7 +613,7 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Logs newer than the checkpoint go: purge_step hides them in TensorBoard, episodes.csv is cut. W&B keeps them.
+        # purge_step hides logs newer than the checkpoint in TensorBoard, episodes.csv is cut. W&B keeps them.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -809,7 +809,8 @@ def main():
     if not command.evaluate:
         train(args, run_dir)
         return
-    video_dir = run_dir / "videos" if args.capture_video and "human" not in args.env_kwargs else None
+    filmed = args.capture_video and json.loads(args.env_kwargs).get("render_mode") != "human"
+    video_dir = run_dir / "videos" if filmed else None
     returns = evaluate(load_agent(run_dir), args, args.eval_episodes, video_dir)
     print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
     print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")

@@ -40,7 +40,7 @@ def read(source):
 def main(before, after):
     before, after = read(before), read(after)
     if not before.keys() & after.keys():
-        sys.exit("no task has runs of both")
+        sys.exit("no task has runs of both; without names: of the same script and flags")
     with open(PUBLISHED) as file:
         published = {row["env_id"]: row["mean_return"] for row in csv.DictReader(file) if row["column"] == "highest"}
     print(f"{'task':28} {'seeds':>7} {'before':>9} {'after':>9} {'95% of the difference':>23} {'falls':>13} {'low':>5}")

@@ -11,8 +11,9 @@
     python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
-others resume from their checkpoint. Two of them may work on one --runs-dir: a run is held by whoever has its log open,
-and the other waits for it. To share the runs, give each command a --shard.
+others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands may
+work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the runs, give each
+command a --shard.
 When a run fails the others go on; it is named at the end, and the exit status is 1. --shard and --ray need a --runs-dir
 that all machines see under the same path, as they do the repository.
 """
@@ -116,7 +117,12 @@ def make_jobs(args, flags=()):
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
     for job in jobs if args.script else ():
-        if (run_dir := find_run(job)) and (run_dir / job.script.name).read_text() != job.script.read_text():
+        try:
+            run_dir = find_run(job)
+            changed = run_dir and (run_dir / job.script.name).read_text() != job.script.read_text()
+        except (OSError, ValueError):  # damaged: run_job names it
+            continue
+        if changed:
             raise SystemExit(f"{args.script} has changed since {run_dir}: give another --exp-name, or delete that run")
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
 

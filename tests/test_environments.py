@@ -239,8 +239,8 @@ def test_environment_with_a_vector_of_its_own(script, small_args):
 def test_a_vector_that_is_not_flat(script, small_args, main):
     """Refused in one line, as ALE's games are."""
     refused = main(script, *flags_of(**vars(small_args(env_id="native/Shaped-v0")) | {"hidden_sizes": "[64, 64]"}))
-    assert_one_line(refused, "native/Shaped-v0 has observations Dict(")
-    assert "flatten them, or use variants/ppo_atari.py" in refused.stderr
+    assert_one_line(refused, "native/Shaped-v0 has Dict(")
+    assert "flatten it. Images: ppo_atari.py, recipes/image_box.diff" in refused.stderr
 
 
 def test_a_vector_may_reuse_its_array(script, small_args):

@@ -17,7 +17,7 @@ class Drawn(probes.Chain):
 
     metadata = {"render_modes": ["rgb_array", "human"], "render_fps": 30}  # noqa: RUF012
 
-    def __init__(self, discrete, render_mode=None):
+    def __init__(self, discrete, render_mode=None, name=""):
         super().__init__(discrete)
         self.render_mode = render_mode
 
@@ -68,6 +68,10 @@ def test_watching_a_run_that_was_filmed(script, small_args, main, capsys):
     assert json.loads(words[1]) == {"render_mode": "human"}
     finished = main(script, "--evaluate", run_dir, "--eval-episodes=1", *words)
     assert finished.returncode == 0 and "mean " in finished.stdout and {*(run_dir / "videos").iterdir()} == before
+    name = "humanoid"  # no render mode
+    words = ["--eval-episodes=1", f"--env-kwargs={json.dumps({'name': name})}"]
+    assert main(script, "--evaluate", run_dir, *words).returncode == 0
+    assert {*(run_dir / "videos").iterdir()} > before
 
 
 @ONE

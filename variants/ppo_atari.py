@@ -405,7 +405,7 @@ def train(args=None, resume=None):
             watched = {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
             for name, x in watched.items():
                 if not (np.abs(x) < 1e38).all():  # also if one is NaN
-                    raise UsageError(f"NaN or a number above 1e38 in the {name}: {run.dir} is not saved again")
+                    raise UsageError(f"NaN or a number above 1e38 in the {name}: not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -623,7 +623,7 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Logs newer than the checkpoint go: purge_step hides them in TensorBoard, episodes.csv is cut. W&B keeps them.
+        # purge_step hides logs newer than the checkpoint in TensorBoard, episodes.csv is cut. W&B keeps them.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -817,7 +817,8 @@ def main():
         if dist.is_initialized():
             dist.destroy_process_group()
         return
-    video_dir = run_dir / "videos" if args.capture_video and "human" not in args.env_kwargs else None
+    filmed = args.capture_video and json.loads(args.env_kwargs).get("render_mode") != "human"
+    video_dir = run_dir / "videos" if filmed else None
     returns = evaluate(load_agent(run_dir), args, args.eval_episodes, video_dir)
     print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
     print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")
