@@ -11,9 +11,9 @@
     python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
-others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands may
-work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the runs, give each
-command a --shard.
+others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands
+may work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the runs,
+give each command a --shard.
 When a run fails the others go on; it is named at the end, and the exit status is 1. --shard and --ray need a --runs-dir
 that all machines see under the same path, as they do the repository.
 """
