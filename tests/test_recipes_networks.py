@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import SMALL
 
-from recipes import TwoSenses, make_agent, with_recipes
+from recipes import TwoSenses, make_agent, small, with_recipes
 
 
 def test_image_box_shows_images_to_the_nature_cnn(tmp_path, watch):
@@ -177,3 +177,11 @@ def test_layer_norm_takes_the_scale_out_of_preactivations():
                 layer.bias *= 7
     after = torch.cat([agent.get_mean_and_log_std(obs)[0] * 100, agent.get_value(obs).unsqueeze(-1)], -1)
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
+
+
+def test_a_native_vector_of_images(tmp_path):
+    """ale-py's is taken, as the recipe says."""
+    script = with_recipes("ppo_rnn", "images_with_memory")
+    envs = script.make_envs(small(script, tmp_path, env_id="ale_py:ALE/Pong-v5", num_envs=2))
+    assert envs.single_observation_space.shape == (4, 84, 84)
+    envs.close()
