@@ -236,7 +236,7 @@ def test_compare_two_settings(tmp_path, capsys):
     """Two files, or two names in one file. Of each task the means and an interval of the difference, which contains 0
     where nothing has changed; then the tasks that fall, and the mean over tasks in units of published figures."""
     rows = [row for row in report.read_csv(RESULTS / "mujoco.csv") if row["env_id"] in ("Hopper-v4", "Reacher-v4")]
-    rows = [row | {"exp_name": "plain"} for row in rows]
+    rows = [row | {"exp_name": "plain", "falls": ""} for row in rows]  # as rows of older scripts
     shift = {"Hopper-v4": 3000, "Reacher-v4": -41}
     other = [
         row | {"exp_name": "other", "last_100_mean": float(row["last_100_mean"]) + shift[row["env_id"]], "falls": 0.5}
