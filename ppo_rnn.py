@@ -200,7 +200,8 @@ class Memory(nn.Module):
         x[..., -1] = 1.0  # all rows reset, except those filled next; unused rows at the end are never read
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
-        weight_ih, weight_hh, bias_ih, bias_hh = self.cell.parameters()
+        # Clones, because cuDNN moves the weights that it gets, and the parameters must remain in flat_parameters.
+        weight_ih, weight_hh, bias_ih, bias_hh = (weight.clone() for weight in self.cell.parameters())
         closed = bias_ih.new_full((self.hidden_size,), -1e9)
         if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
             zeros = torch.zeros_like(closed)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, assert_same_learner
 from torch import nn
 
 import ppo_rnn as script
@@ -90,6 +90,20 @@ def test_replay_is_step_by_step(where, kind, cell):
         results.append((log_prob, value, entropy, *gradients))
     for replayed, stepped in zip(*results):
         torch.testing.assert_close(replayed, stepped, atol=1e-5, rtol=1e-5)
+
+
+@BOTH_CELLS
+def test_a_kernel_that_moves_its_weights(cell, args, monkeypatch):
+    """As cuDNN's does: it puts the weights that it gets into memory of its own. All weights still train."""
+
+    def move(kernel):
+        for weight in kernel.parameters():
+            weight.data = weight.data.clone()
+
+    _, expected = script.train(args(cell=cell))
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", move)
+    _, moved = script.train(args(cell=cell))
+    assert_same_learner(*(script.load_checkpoint(run_dir) for run_dir in (expected, moved)))
 
 
 @BOTH_CELLS
