@@ -9,32 +9,32 @@
 
     python ppo_rnn.py --env-id CartPole-v1               # train; logs and checkpoints go to runs/NAME
     python ppo_rnn.py --preset cleanrl                   # with the hyperparameters of CleanRL's ppo_atari_lstm.py
-    python ppo_rnn.py --resume runs/NAME                 # continue a run, also after a kill; or --resume latest
+    python ppo_rnn.py --resume runs/NAME                 # continue from the last checkpoint; or --resume latest
     python ppo_rnn.py --evaluate runs/NAME               # play episodes with the trained agent; or --evaluate latest
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are normalized when the policy acts. The update reads the same numbers, so its first minibatch has
-   probability ratio 1. The statistics change between rollouts only. Checkpoints contain them.
+2. Observations are normalized when the policy acts. The update reuses the normalized observations, so its first
+   minibatch has probability ratio 1. The statistics change only between rollouts. Checkpoints contain them.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Discrete: each action dimension has its own softmax. An action that infos["action_mask"] forbids has probability 0.
 5. Box: the policy's -1 and 1 map to the bounds of the action space, where both are finite. The environment gets clipped
    actions. The policy learns from the unclipped ones.
-6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
+6. --target-kl: at the first minibatch whose KL exceeds 1.5 times the target, the update ends without a step, as in SB3.
 7. Actor and critic share the memory. Its state carries over between rollouts, and is zero when an episode starts. The
-   final observation of a truncated episode is valued with the state that this episode had reached.
-8. A minibatch contains all T steps of n environments. The update replays the steps in order, from the memory's state at
-   the start of the rollout, which is not recomputed. The gradient reaches back to the start of the episode, but not
-   beyond the rollout.
-None of these items is in the paper (Schulman et al. 2017). Nor are normalized or recomputed advantages, gradient
-clipping and orthogonal weights. --preset cleanrl turns 2, 3 and the recomputation off.
+   critic values the final observation of a truncated episode with the last state of that episode.
+8. A minibatch contains all T steps of n environments. The update replays the steps in order. It begins with the state
+   that was stored at the start of the rollout. The gradient reaches back to the start of the episode, but not beyond
+   the rollout.
+The paper (Schulman et al. 2017) has none of these items. It also lacks normalized and recomputed advantages, gradient
+clipping and orthogonal weights. --preset cleanrl turns off items 2 and 3 and the recomputation.
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
-(Discrete) or K (Box). E = number of truncations in a rollout.
+(Discrete) or K (Box, which has no masks). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
-and obs[t + 1] begins the next episode. CleanRL stores this as dones[t + 1].
-episode_starts[t]: the state is zeroed before obs[t]. False at t = 0, where first_state is zero already if it must be.
+and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
+episode_starts[t]: the state is zeroed before obs[t]. It is False at t = 0: first_state contains the zeros already.
 """
 
 import argparse
@@ -76,11 +76,11 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
     device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
-    compile: bool = True  # torch.compile: takes 10 s, then is 2-3 times faster; no C++ compiler: --no-compile
+    compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or about ten extra episodes during training, to RUN_DIR/videos
+    capture_video: bool = False  # save videos of --evaluate, or of ten extra training episodes, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -88,7 +88,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "CartPole-v1"  # a gymnasium id, discrete or Box actions; observations are flattened into a vector
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 8  # environments stepped side by side (N)
+    num_envs: int = 8  # number of environments (N)
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
@@ -106,14 +106,14 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # limit the change of the value too, as OpenAI's baselines does
+    clip_vloss: bool = False  # clip the change of the value too, as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
+    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other hyperparameters equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     hidden_sizes=(), norm_obs=False, norm_reward=False, recompute_advantages=False, clip_coef=0.1, clip_vloss=True,
 )}  # fmt: skip
@@ -127,7 +127,7 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        # float64: in float32, after millions of rows, new ones would be rounded away.
+        # float64: in float32, new rows would be rounded away after some millions.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -137,7 +137,7 @@ class RunningMeanStd(nn.Module):
         x = x.double().reshape(-1, *self.mean.shape)
         mean = x.mean(0)
         var = (x - mean).square().mean(0)
-        # Merge old and new rows (Chan et al. 1979): the variance within both groups plus that between their means.
+        # Chan et al. 1979: the variance of all rows is that within both groups, plus that between their means.
         new_share = len(x) / (self.count + len(x))
         old_share = 1 - new_share
         delta = mean - self.mean
@@ -161,8 +161,9 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 
 class Memory(nn.Module):
-    """An LSTM or a GRU. For each environment it keeps a state, a row of S numbers: the hidden state (GRU, S = H), or
-    hidden and cell state side by side (LSTM, S = 2 H). The state is zero when an episode starts."""
+    """An LSTM or a GRU. The state of an environment is a row of S numbers: the hidden state (GRU, S = H), or hidden and
+    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts. Another memory needs the same
+    state_size, step and replay."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -174,7 +175,7 @@ class Memory(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
-        # For `replay`, which lends it the cell's weights. In a list, so that state_dict does not contain it.
+        # `replay` calls this with the cell's weights. In a list, so that state_dict does not contain it.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -189,10 +190,10 @@ class Memory(nn.Module):
         """T steps of n environments in one call of PyTorch's kernel: obs (T, n, D), episode_starts (T, n) bool, state
         (n, S) before the first step -> features (T, n, H), as from `step` with a zero state at every episode start.
 
-        The kernel cannot zero a state in the middle of a sequence. So before each start comes a row of input that does
-        it, a reset row. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An
-        extra input is 1 in reset rows and otherwise 0. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0,
-        and so is its gradient. -inf would not do: 0 * -inf is NaN."""
+        The kernel cannot zero a state in the middle of a sequence. So a reset row is inserted before each start. With
+        starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An extra input is 1 in
+        reset rows and 0 in all others. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, and so is its
+        gradient. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
         columns = torch.arange(n, device=obs.device)
@@ -208,7 +209,7 @@ class Memory(nn.Module):
             reset_weights = [closed, closed, zeros, zeros]  # order: input, forget, candidate, output
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
         else:  # hidden = update * hidden + (1 - update) * candidate
-            # Order: reset, update, candidate. The last block cancels the candidate's bias, so it becomes tanh(0).
+            # Order: reset, update, candidate. The last block cancels the candidate's bias: tanh(0) remains.
             reset_weights = [closed, closed, -bias_ih[2 * self.hidden_size :]]
             state = state.unsqueeze(0).contiguous()
         weight_ih = torch.cat([weight_ih, torch.cat(reset_weights).unsqueeze(1)], 1)
@@ -322,13 +323,13 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,): the running returns G_t = r_t + gamma * G_{t-1}, as in baselines. They are reset to 0
-    where ended (T, N) is True. They and return_rms change in place. No mean is subtracted."""
+    discounted_returns (N,) holds G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended (T, N) is
+    True. It and return_rms change in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
         row.copy_(discounted_returns)
-        # After the copy: the statistics include the return at an episode's last step (as in SB3).
+        # Reset after the copy, so that the statistics include an episode's last step (as in SB3).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
     return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
@@ -339,13 +340,12 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()
-    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, unless transition t was an end
+    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, or delta_t at an end
         advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
@@ -382,8 +382,8 @@ def ppo_loss(agent, args, mb_features, mb_actions, mb_masks, mb_log_probs, mb_va
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
-    # what a change of the policy gains, never what it costs.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). With the larger loss, clipping can remove the gain of a
+    # change of the policy, but never its cost.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -431,11 +431,10 @@ def train(args=None, resume=None):
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
-        torch.backends.cudnn.allow_tf32 = False  # with TF32 a reset row would not give exactly 0
+        torch.backends.cudnn.allow_tf32 = False  # rounding would keep a GRU's reset row from giving exactly 0
         envs = make_envs(args)
         cleanup.callback(envs.close)
         run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
-        cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
         # New seeds after a resume, so that noise does not repeat. noise_seed also seeds the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
@@ -449,8 +448,8 @@ def train(args=None, resume=None):
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
-        if resume:
-            run.restore(agent, optimizer)
+        run.start(agent, optimizer)
+        cleanup.callback(run.close)
 
         @torch.no_grad()
         def act(raw_obs, action_mask, state):
@@ -471,7 +470,7 @@ def train(args=None, resume=None):
             loss, metrics = loss_function(agent, args, features, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
-            if args.max_grad_norm > 0:  # like clip_grad_norm_, but the norm is float64 and cannot overflow
+            if args.max_grad_norm > 0:  # as clip_grad_norm_; a float64 norm cannot overflow
                 gradient = gradient * (args.max_grad_norm / (gradient.double().norm() + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
@@ -506,7 +505,7 @@ def train(args=None, resume=None):
                 inputs = torch.from_numpy(next_obs).to(device), action_masks[t], state
                 obs[t], actions[t], log_probs[t], env_actions, state = act(*inputs)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
-                truncated = truncated & ~terminated  # if both are set, it terminated
+                truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
                 if truncated.any():  # next_obs already belongs to the next episode
@@ -539,9 +538,9 @@ def train(args=None, resume=None):
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             features = replay_rollout(agent.memory, *rollout)
             values, advantages, returns = estimate_advantages(agent, *features, *gae_args)  # (T, N)
-            # Before the update: the critic has not learned from these returns yet.
+            # Measured before the critic learns from these returns.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
-            if args.norm_obs:  # for the next rollout: this one is normalized already
+            if args.norm_obs:  # for the next rollout; this one is normalized already
                 agent.obs_rms.update(torch.from_numpy(raw_obs).to(device))
 
             # ------------------------------------------------------------------------------------------------- update
@@ -556,7 +555,7 @@ def train(args=None, resume=None):
                     gradient, metrics = compute_gradient(first_state[columns], *minibatch)
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
-                        stop_update = True  # and skip this minibatch; its metrics count
+                        stop_update = True  # no step for this minibatch, but its metrics are logged
                         break
                     flat_parameters.grad = gradient
                     optimizer.step()
@@ -603,20 +602,21 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
-    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
-    `run = ...`, which saves the number, and `args.ent_coef.fill_(0.01 * remaining)` in the loop."""
+    """torch.compile, unless --no-compile. If a number such as args.ent_coef changes, it compiles again. The ninth value
+    is an error. So a schedule needs a tensor. Write this after `run = ...`, so that checkpoints keep the plain number,
+        args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))
+    and in the loop `args.ent_coef.fill_(0.01 * remaining)`. It works with --no-compile too."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # fallback_random: eager mode's random numbers. cpp_wrapper: C++ calls the kernels. vec_isa_ok: skip a self-test.
+    # fallback_random: the random numbers of eager mode. cpp_wrapper: C++ calls the kernels. vec_isa_ok: no self-test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. It also seeds the global generators, which some environments use. It drops all infos
-    but masks and the numbers of an episode's last step: merging infos can cost more than the step itself."""
+    """One environment of a vector. Its reset also seeds the global generators, which some environments use. It drops
+    all infos but masks and the numbers at an episode's end: merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -635,7 +635,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. In a list, gymnasium does not merge the numbers.
+        # Copy obs: the reset may overwrite it. The list keeps gymnasium from merging the numbers.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -659,8 +659,8 @@ def make_env(args, **kwargs):
 
 
 def make_video_env(args):
-    """One environment that draws. It has drawn one picture already, to find a missing driver."""
-    import torch._dynamo  # noqa: F401  load Triton's LLVM now: after Mesa's it would crash
+    """One environment that draws. It draws once here, so that a missing driver is found before training."""
+    import torch._dynamo  # noqa: F401  loads Triton's LLVM: it would crash if Mesa's came first
 
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
@@ -670,7 +670,7 @@ def make_video_env(args):
     env.reset()
     try:
         env.render()
-    except Exception as error:  # every driver has its own
+    except Exception as error:  # each driver raises its own
         raise UsageError(f"cannot draw {args.env_id} (MuJoCo needs apt-get install libegl1): {error}") from error
     return env
 
@@ -681,7 +681,7 @@ def make_envs(args):
     if args.capture_video:
         make_video_env(args).close()  # if it cannot draw, say so before training
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    try:  # the environment's own vector, stepped in native code, if it has one with this mode
+    try:  # the environment's own vector, if it has one with this mode: native code is faster
         kwargs = json.loads(args.env_kwargs)
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
         space = envs.single_observation_space
@@ -724,17 +724,29 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.spec, self.total_steps = args, spec, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
+        # The lock is free when this process ends, however it ends. is_singleton: this process may take it twice.
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except (OSError, NotImplementedError) as error:  # also where a file system has no locks
+        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
             raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
+
+    def start(self, agent, optimizer):
+        """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
+        args, state = self.args, self.checkpoint.get("agent")
+        if state:
+            for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
+                saved = state.get(name, torch.empty(0))
+                if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
+                    raise UsageError(f"{name} differs from {self.dir}: keep --env-id and the sizes of layers")
+            agent.load_state_dict(state)
+            optimizer.load_state_dict(self.checkpoint["optimizer"])
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
         (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -747,33 +759,23 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # purge_step hides logs newer than the checkpoint in TensorBoard, episodes.csv is cut. W&B keeps them.
+        # Logs after the checkpoint: purge_step hides them in TensorBoard, episodes.csv is cut below, W&B keeps them.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
-        if resume:
+        if state:
             os.truncate(self.dir / "episodes.csv", self.checkpoint["episodes_size"])
         self.episodes_file = (self.dir / "episodes.csv").open("a", newline="\n")
-        if not resume:
+        if not state:
             self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + (", compiling" if args.compile else ""))
-        self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
-
-    def restore(self, agent, optimizer):
-        """--resume: give agent and optimizer the state of the checkpoint."""
-        state = self.checkpoint["agent"]
-        for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
-            saved = state.get(name, torch.empty(0))
-            if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
-                raise UsageError(f"{name} differs from {self.dir}: --env-id and the sizes of layers must stay the same")
-        agent.load_state_dict(state)
-        optimizer.load_state_dict(self.checkpoint["optimizer"])
+        say(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}" + (", compiling" if args.compile else ""))
+        self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
-        """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
+        """Log one point per metric. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
         now, limit = time.monotonic(), self.spec.max_episode_steps
         text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
@@ -797,15 +799,15 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
+            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # without a bar: 20 lines
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
-        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
+        """Write checkpoint.pt if the interval has passed, or if forced. A kill leaves the old file or the new one."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         if shutil.disk_usage(self.dir).free < 5e7:  # for a checkpoint, and logs until the next one
-            raise UsageError(f"the disk has less than 50 MB left: what was saved in {self.dir} is kept")
+            raise UsageError(f"less than 50 MB of disk space left; the last checkpoint in {self.dir} is whole")
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()
@@ -846,7 +848,7 @@ def say(text):
 
 
 def find_run(name, runs_dir="runs"):
-    """The path of a run folder. latest: the one with the newest checkpoint among the runs of this script."""
+    """The path of a run folder. "latest" is this script's run with the newest checkpoint."""
     if name != "latest":
         return Path(name).expanduser()
     paths = Path(runs_dir).expanduser().glob("*/checkpoint.pt")
@@ -857,12 +859,12 @@ def find_run(name, runs_dir="runs"):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint, on the CPU. Loading runs no code."""
+    """The checkpoint, on the CPU. weights_only: loading runs no code."""
     path = Path(run_dir, "checkpoint.pt")
     with contextlib.suppress(Exception):  # a damaged file can raise anything
         if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
             return torch.load(path, map_location="cpu", weights_only=True)
-    raise UsageError(f"{path} is missing or damaged")
+    raise UsageError(f"{path} is missing or damaged, or contains more than tensors and plain values")
 
 
 def load_args(run_dir):
@@ -886,9 +888,9 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_video_env(args) if video_dir else make_env(args)
-        if env.spec.max_episode_steps is None:  # a good policy might never end an episode
-            say("no time limit is registered: episodes are cut after 30,000 steps")
-        env = gym.wrappers.TimeLimit(env, 30_000)
+        if (env.spec.max_episode_steps or math.inf) > 30_000:  # else a good policy might never end an episode
+            say("episodes are cut after 30,000 steps")
+            env = gym.wrappers.TimeLimit(env, 30_000)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video
@@ -904,7 +906,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
     and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:
@@ -924,7 +926,7 @@ def parse_args(words, default=None):
 
 def main():
     warnings.filterwarnings("ignore", ".*is out of date")  # published results use HalfCheetah-v4
-    with contextlib.suppress(ImportError):  # else mujoco 4 prints a warning for each of the 100 HalfCheetahs
+    with contextlib.suppress(ImportError):  # mujoco 4 would print a deprecation warning for each of 100 HalfCheetahs
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
@@ -936,10 +938,10 @@ def main():
     one_of.add_argument("--evaluate")
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
-    if run_dir:  # the settings of that run, unless given here
+    if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)
-    args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import would run code
+    args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing it runs its code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

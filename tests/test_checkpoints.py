@@ -109,7 +109,7 @@ def test_full_disk(script, tmp_path, main, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(space)))
     stopped = main(script, *flags_of(env_id=probe(script), runs_dir=tmp_path, checkpoint_interval=0, **SMALL))
     (run_dir,) = tmp_path.iterdir()
-    assert_one_line(stopped, f"the disk has less than 50 MB left: what was saved in {run_dir} is kept")
+    assert_one_line(stopped, f"less than 50 MB of disk space left; the last checkpoint in {run_dir} is whole")
     assert script.load_checkpoint(run_dir)["global_step"] == 128
     monkeypatch.undo()
     assert script.train(resume=run_dir)[1] == run_dir and script.load_checkpoint(run_dir)["global_step"] == 256

@@ -35,7 +35,7 @@ def test_resumed_learner_is_the_uninterrupted_one(script, small_args, monkeypatc
 
         monkeypatch.setattr(script.Run, name, changed)
 
-    begin_the_same_numbers("save"), begin_the_same_numbers("restore")
+    begin_the_same_numbers("save"), begin_the_same_numbers("start")
     sizes = {"num_steps": 8, "num_minibatches": 2, "checkpoint_interval": 0}
     _, whole = script.train(small_args(env_id=probe(script, "WholeEpisodes"), exp_name="whole", **sizes))
     args = small_args(env_id=probe(script, "WholeEpisodes"), exp_name="half", **sizes)
@@ -145,11 +145,11 @@ probes.register("Wider", wider)
 
 def test_other_actions_than_the_checkpoints(script, run_dir, main):
     """Other bounds, or another first choice: the policy's actions would mean something else. Refused in one line."""
-    before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
     refused = main(script, "--resume", run_dir, f"--env-id={probe(script, 'Wider')}", "--total-timesteps=512")
-    assert_one_line(refused, f" differs from {run_dir}: --env-id and the sizes of layers must stay the same")
+    assert_one_line(refused, f" differs from {run_dir}: keep --env-id and the sizes of layers")
     assert "error: action_" in refused.stderr
-    assert before == {name: (run_dir / name).read_bytes() for name in before}
+    assert before == {path: path.read_bytes() for path in run_dir.iterdir()}
     assert main(script, "--resume", run_dir, "--total-timesteps=512").returncode == 0
 
 
@@ -159,13 +159,13 @@ SMALLER, FEWER, MORE = (["--hidden-sizes", *sizes.split()] for sizes in ("32 32"
 
 def test_other_network_than_the_checkpoints(script, run_dir, main):
     """Other observations, or other layers. One line names what differs first, and nothing in the folder changes."""
-    before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
     observations = [f"--env-id={probe(script, 'Chain')}"]
     for flags in [observations, *OTHER_NETWORKS.get(script.__name__, [SMALLER, FEWER, MORE])]:
         refused = main(script, "--resume", run_dir, *flags)
-        assert_one_line(refused, f" differs from {run_dir}: --env-id and the sizes of layers must stay the same")
+        assert_one_line(refused, f" differs from {run_dir}: keep --env-id and the sizes of layers")
         assert ("error: obs_rms.mean" in refused.stderr) == (flags == observations)
-        assert before == {name: (run_dir / name).read_bytes() for name in before}
+        assert before == {path: path.read_bytes() for path in run_dir.iterdir()}
     assert_one_line(main(script, "--evaluate", run_dir, *observations), "observations of shape (16,), not (..., 2)")
 
 

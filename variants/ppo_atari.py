@@ -10,7 +10,7 @@
 
     python variants/ppo_atari.py --env-id ALE/Breakout-v5    # train; logs and checkpoints go to runs/NAME
     python variants/ppo_atari.py --preset cleanrl            # with the hyperparameters of CleanRL's ppo_atari.py
-    python variants/ppo_atari.py --resume runs/NAME          # continue a run, also after a kill; or --resume latest
+    python variants/ppo_atari.py --resume runs/NAME          # continue from the last checkpoint; or --resume latest
     python variants/ppo_atari.py --evaluate runs/NAME        # play with the trained agent; or --evaluate latest
     torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, one GPU each
 
@@ -20,7 +20,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 3. The policy learns from the sign of the rewards. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
-6. --target-kl ends an update before the first minibatch whose KL exceeds 1.5 times the target, as in SB3.
+6. --target-kl: at the first minibatch whose KL exceeds 1.5 times the target, the update ends without a step, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
    frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the policy, but the game continues and is
    logged whole. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
@@ -31,7 +31,7 @@ are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 Shapes: T = num_steps, N = num_envs / ranks, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
 K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
-and obs[t + 1] begins the next episode. CleanRL stores this as dones[t + 1].
+and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Args:  # the comments are what --help prints
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # record --evaluate, or about ten extra episodes during training, to RUN_DIR/videos
+    capture_video: bool = False  # save videos of --evaluate, or of ten extra training episodes, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -99,10 +99,10 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # limit the change of the value too, as OpenAI's baselines does
+    clip_vloss: bool = False  # clip the change of the value too, as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: never
+    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
@@ -208,13 +208,12 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()
-    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, unless transition t was an end
+    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, or delta_t at an end
         advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
@@ -240,8 +239,8 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss is the pessimistic one: clipping caps
-    # what a change of the policy gains, never what it costs.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). With the larger loss, clipping can remove the gain of a
+    # change of the policy, but never its cost.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -293,7 +292,6 @@ def train(args=None, resume=None):
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, envs.spec, num_iterations * T * args.num_envs, cleanup, resume, rank)
-        cleanup.callback(run.close)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -309,8 +307,8 @@ def train(args=None, resume=None):
         if num_ranks > 1:
             dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
-        if resume:
-            run.restore(agent, optimizer)
+        run.start(agent, optimizer)
+        cleanup.callback(run.close)
 
         @torch.no_grad()
         def act(obs, action_mask):
@@ -325,7 +323,7 @@ def train(args=None, resume=None):
             gradients = torch.autograd.grad(loss, parameters)
             return torch.cat([x.flatten() for x in gradients]), metrics
 
-        # Before you change args.ent_coef or another number during the run, read `compiled`.
+        # To change args.ent_coef or another number during the run, see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -350,7 +348,7 @@ def train(args=None, resume=None):
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
-                truncated = truncated & ~terminated  # if both are set, it terminated
+                truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += args.num_envs
                 if truncated.any():  # next_obs already belongs to the next episode
@@ -378,7 +376,7 @@ def train(args=None, resume=None):
             final_obs = torch.from_numpy(raw_final_obs).to(device)
             gae_inputs = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
             values, advantages, returns = estimate_advantages(agent, *gae_inputs)  # (T, N)
-            # Before the update: the critic has not learned from these returns yet.
+            # Measured before the critic learns from these returns.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
 
             # ------------------------------------------------------------------------------------------------- update
@@ -393,7 +391,7 @@ def train(args=None, resume=None):
                     gradient, metrics = average_over_ranks(*compute_gradient(*minibatch))
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
-                        stop_update = True  # and skip this minibatch; its metrics count
+                        stop_update = True  # no step for this minibatch, but its metrics are logged
                         break
                     flat_parameters.grad = gradient
                     if args.max_grad_norm > 0:
@@ -488,8 +486,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. It also seeds the global generators, which some environments use. It drops all infos
-    but masks and the numbers of an episode's last step: merging infos can cost more than the step itself."""
+    """One environment of a vector. Its reset also seeds the global generators, which some environments use. It drops
+    all infos but masks and the numbers at an episode's end: merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -508,7 +506,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. In a list, gymnasium does not merge the numbers.
+        # Copy obs: the reset may overwrite it. The list keeps gymnasium from merging the numbers.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -532,8 +530,8 @@ def make_env(args, **kwargs):
 
 
 def make_video_env(args):
-    """One environment that draws. It has drawn one picture already, to find a missing driver."""
-    import torch._dynamo  # noqa: F401  load Triton's LLVM now: after Mesa's it would crash
+    """One environment that draws. It draws once here, so that a missing driver is found before training."""
+    import torch._dynamo  # noqa: F401  loads Triton's LLVM: it would crash if Mesa's came first
 
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
@@ -543,7 +541,7 @@ def make_video_env(args):
     env.reset()
     try:
         env.render()
-    except Exception as error:  # every driver has its own
+    except Exception as error:  # each driver raises its own
         raise UsageError(f"cannot draw {args.env_id} (MuJoCo needs apt-get install libegl1): {error}") from error
     return env
 
@@ -557,7 +555,7 @@ def make_envs(args, num_envs):
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    try:  # the environment's own vector, stepped in native code, if it has one with this mode
+    try:  # the environment's own vector, if it has one with this mode: native code is faster
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError) as error:
         if "ALE/" in args.env_id and isinstance(error, TypeError):
@@ -600,17 +598,31 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
+        # The lock is free when this process ends, however it ends. is_singleton: this process may take it twice.
+        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except (OSError, NotImplementedError) as error:  # also where a file system has no locks
+        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
             raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
+
+    def start(self, agent, optimizer):
+        """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
+        args, state = self.args, self.checkpoint.get("agent")
+        if state:
+            for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
+                saved = state.get(name, torch.empty(0))
+                if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
+                    raise UsageError(f"{name} differs from {self.dir}: keep --env-id and the sizes of layers")
+            agent.load_state_dict(state)
+            optimizer.load_state_dict(self.checkpoint["optimizer"])
+        if self.dir is None:
+            return
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
         (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -623,33 +635,23 @@ class Run:
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # purge_step hides logs newer than the checkpoint in TensorBoard, episodes.csv is cut. W&B keeps them.
+        # Logs after the checkpoint: purge_step hides them in TensorBoard, episodes.csv is cut below, W&B keeps them.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
-        if resume:
+        if state:
             os.truncate(self.dir / "episodes.csv", self.checkpoint["episodes_size"])
         self.episodes_file = (self.dir / "episodes.csv").open("a", newline="\n")
-        if not resume:
+        if not state:
             self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + (", compiling" if args.compile else ""))
-        self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
-
-    def restore(self, agent, optimizer):
-        """--resume: give agent and optimizer the state of the checkpoint."""
-        state = self.checkpoint["agent"]
-        for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
-            saved = state.get(name, torch.empty(0))
-            if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
-                raise UsageError(f"{name} differs from {self.dir}: --env-id and the sizes of layers must stay the same")
-        agent.load_state_dict(state)
-        optimizer.load_state_dict(self.checkpoint["optimizer"])
+        say(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}" + (", compiling" if args.compile else ""))
+        self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
-        """One point per metric and iteration. episodes: dicts of step, return, length and info (numbers by name)
+        """Log one point per metric. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
         now, limit = time.monotonic(), self.spec.max_episode_steps
         text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
@@ -673,15 +675,15 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
+            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # without a bar: 20 lines
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
-        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
+        """Write checkpoint.pt if the interval has passed, or if forced. A kill leaves the old file or the new one."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         if shutil.disk_usage(self.dir).free < 5e7:  # for a checkpoint, and logs until the next one
-            raise UsageError(f"the disk has less than 50 MB left: what was saved in {self.dir} is kept")
+            raise UsageError(f"less than 50 MB of disk space left; the last checkpoint in {self.dir} is whole")
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()
@@ -722,7 +724,7 @@ def say(text):
 
 
 def find_run(name, runs_dir="runs"):
-    """The path of a run folder. latest: the one with the newest checkpoint among the runs of this script."""
+    """The path of a run folder. "latest" is this script's run with the newest checkpoint."""
     if name != "latest":
         return Path(name).expanduser()
     paths = Path(runs_dir).expanduser().glob("*/checkpoint.pt")
@@ -733,12 +735,12 @@ def find_run(name, runs_dir="runs"):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint, on the CPU. Loading runs no code."""
+    """The checkpoint, on the CPU. weights_only: loading runs no code."""
     path = Path(run_dir, "checkpoint.pt")
     with contextlib.suppress(Exception):  # a damaged file can raise anything
         if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
             return torch.load(path, map_location="cpu", weights_only=True)
-    raise UsageError(f"{path} is missing or damaged")
+    raise UsageError(f"{path} is missing or damaged, or contains more than tensors and plain values")
 
 
 def load_args(run_dir):
@@ -779,7 +781,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
     and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:

@@ -242,13 +242,12 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
     terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
     value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # No bootstrap after a termination.
     next_values = next_values.masked_fill(terminations, 0.0)
     deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
     # Both kinds of end stop the sum: what comes after belongs to the next episode.
     decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
     advantages = deltas.clone()
-    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, unless transition t was an end
+    for t in reversed(range(len(deltas) - 1)):  # A_t = delta_t + gamma lambda A_{t+1}, or delta_t at an end
         advantages[t].addcmul_(decays[t], advantages[t + 1])
     return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
@@ -359,7 +358,8 @@ def train(args=None, resume=None):
     envs = make_envs(args, N, device)
     # A simulator may contain networks: without no_grad their graph would grow from step to step.
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
-    with contextlib.closing(Run(args, num_iterations * T * args.num_envs, resume, rank)) as run:
+    with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
+        run = Run(args, num_iterations * T * args.num_envs, cleanup, resume, rank)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for simulators.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -383,8 +383,9 @@ def train(args=None, resume=None):
         actor = [parameter for name, parameter in agent.named_parameters() if not name.startswith("critic.")]
         lr = torch.tensor(args.learning_rate, device=device)  # --desired-kl changes it without waiting for the device
         optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-8, fused=True)
+        run.start(agent, optimizer)
+        cleanup.callback(run.close)
         if resume:
-            run.restore(agent, optimizer)
             if args.learning_rate == run.checkpoint["args"]["learning_rate"]:  # else the user gave a new one
                 lr.copy_(optimizer.param_groups[0]["lr"])
             optimizer.param_groups[0]["lr"] = lr
@@ -713,7 +714,7 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar. Rank 0 writes for all ranks: elsewhere log, save and close do nothing."""
 
-    def __init__(self, args, total_steps, resume=None, rank=0):
+    def __init__(self, args, total_steps, cleanup, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         if rank > 0:
@@ -730,8 +731,21 @@ class Run:
             raise UsageError(f"another process is training in {self.dir}") from None
         except OSError as error:
             raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
+        cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
+
+    def start(self, agent, optimizer):
+        """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
+        args, state = self.args, self.checkpoint.get("agent")
+        if state:
+            for name, array in agent.named_buffers():
+                if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
+                    raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
+            agent.load_state_dict(state)
+            optimizer.load_state_dict(self.checkpoint["optimizer"])
+        if self.dir is None:
+            return
         about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
         (self.dir / "args.json").write_text(json.dumps(about, indent=2))
         (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -748,25 +762,16 @@ class Run:
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
-        if resume:
+        if state:
             os.truncate(self.dir / "episodes.csv", self.checkpoint["episodes_size"])
         self.episodes_file = (self.dir / "episodes.csv").open("a", newline="\n")
-        if not resume:
+        if not state:
             self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {total_steps:,}" + (", compiling" if args.compile else ""))
-        self.bar = tqdm(total=total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
-
-    def restore(self, agent, optimizer):
-        """--resume: give agent and optimizer the state of the checkpoint."""
-        state = self.checkpoint["agent"]
-        for name, array in agent.named_buffers():
-            if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
-                raise UsageError(f"{self.args.env_id} has another {name} than the checkpoint in {self.dir}")
-        agent.load_state_dict(state)
-        optimizer.load_state_dict(self.checkpoint["optimizer"])
+        say(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}" + (", compiling" if args.compile else ""))
+        self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
         """One point per metric and iteration. episodes: dicts of step, return and length.
@@ -818,7 +823,6 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.episodes_file.close()
-        self.lock.release()
         if self.args.track:
             self.wandb.finish()
         if self.recent_returns:
@@ -836,7 +840,7 @@ def say(text):
 
 
 def find_run(name, runs_dir="runs"):
-    """The path of a run folder. latest: the one with the newest checkpoint among the runs of this script."""
+    """The path of a run folder. "latest" is this script's run with the newest checkpoint."""
     if name != "latest":
         return Path(name).expanduser()
     paths = Path(runs_dir).expanduser().glob("*/checkpoint.pt")
@@ -847,12 +851,12 @@ def find_run(name, runs_dir="runs"):
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint, on the CPU. Loading runs no code."""
+    """The checkpoint, on the CPU. weights_only: loading runs no code."""
     path = Path(run_dir, "checkpoint.pt")
     with contextlib.suppress(Exception):  # a damaged file can raise anything
         if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
             return torch.load(path, map_location="cpu", weights_only=True)
-    raise UsageError(f"{path} is missing or damaged")
+    raise UsageError(f"{path} is missing or damaged, or contains more than tensors and plain values")
 
 
 def load_args(run_dir):
@@ -906,7 +910,7 @@ def evaluate(agent, envs, seed, deterministic=True):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
+    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
     and 1e6 for an integer."""
     default, argv, flag = default or Args(), [], ""
     for word in words:
