@@ -86,7 +86,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "ALE/Breakout-v5"  # a gymnasium id with discrete actions and uint8 images of at least 36 x 36 pixels
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"repeat_action_probability": 0.25}'
     total_timesteps: int = 10_000_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 8  # environments stepped side by side, over all ranks
+    num_envs: int = 8  # number of environments, over all ranks
     clip_reward: bool = True  # learn from the sign of the rewards
     # --- PPO
     num_steps: int = 128  # steps of each environment per iteration (T)
@@ -473,9 +473,10 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
-    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
-    `run = ...`, which saves the number, and `args.ent_coef.fill_(0.01 * remaining)` in the loop."""
+    """torch.compile, unless --no-compile. If a number such as args.ent_coef changes, it compiles again. The ninth value
+    is an error. So a schedule needs a tensor. Write this after `run = ...`, so that checkpoints keep the plain number,
+        args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))
+    and in the loop `args.ent_coef.fill_(0.01 * remaining)`. It works with --no-compile too."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -809,10 +810,10 @@ def main():
     one_of.add_argument("--evaluate")
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
-    if run_dir:  # the settings of that run, unless given here
+    if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)
-    args = parse_args(words, load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import would run code
+    args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing it runs its code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

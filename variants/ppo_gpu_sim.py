@@ -82,7 +82,7 @@ class Args:  # the comments are what --help prints
     env_id: str = "brax/ant"  # brax/NAME; MODULE:FUNCTION that makes VectorEnvs; or a gymnasium id with Box actions
     env_kwargs: str = "{}"  # arguments of the simulator, as JSON; brax: '{"backend": "mjx", "episode_length": 500}'
     total_timesteps: int = 30_000_000  # environment steps of the run, rounded down to whole iterations
-    num_envs: int = 4096  # environments stepped side by side, over all processes
+    num_envs: int = 4096  # number of environments, over all processes
     stagger_envs: bool = True  # start first episodes at a random step, if the simulator can, and do not log them
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     reward_scale: float = 1.0  # the learner sees rewards times this; logged returns are raw
@@ -589,9 +589,10 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. Each new value of a number such as args.ent_coef compiles again. The ninth is
-    an error. For a schedule, write `args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))` after
-    `run = ...`, which saves the number, and `args.ent_coef.fill_(0.01 * remaining)` in the loop."""
+    """torch.compile, unless --no-compile. If a number such as args.ent_coef changes, it compiles again. The ninth value
+    is an error. So a schedule needs a tensor. Write this after `run = ...`, so that checkpoints keep the plain number,
+        args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))
+    and in the loop `args.ent_coef.fill_(0.01 * remaining)`. It works with --no-compile too."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -938,7 +939,7 @@ def main():
     one_of.add_argument("--export")
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate or command.export
-    if run_dir:  # the settings of that run, unless given here
+    if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**UPDATES[command.update or "rsl_rl"]))
     if command.export:
