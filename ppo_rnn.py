@@ -685,7 +685,9 @@ def make_envs(args):
         kwargs = json.loads(args.env_kwargs)
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
         space = envs.single_observation_space
-        if len(space.shape or ()) != 1:
+        if envs.metadata.get("autoreset_mode") != options["autoreset_mode"]:
+            raise UsageError(f"the vector of {args.env_id} has autoreset mode {envs.metadata.get('autoreset_mode')}")
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             raise UsageError(f"{args.env_id} has {space}: flatten it. Images: ppo_atari.py, recipes/image_box.diff")
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
@@ -747,9 +749,10 @@ class Run:
                     raise UsageError(f"{name} differs from {self.dir}: keep --env-id and the sizes of layers")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
-        about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
-        (self.dir / "args.json").write_text(json.dumps(about, indent=2))
-        (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+            about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
+            (self.dir / "args.json").write_text(json.dumps(about, indent=2))
+            (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         if args.track:
             import wandb
 
@@ -884,7 +887,8 @@ def load_agent(run_dir):
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
+    devices = {x.device for x in agent.parameters() if x.is_cuda}  # a CPU run needs no working CUDA
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_video_env(args) if video_dir else make_env(args)

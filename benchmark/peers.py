@@ -97,7 +97,7 @@ def run(algorithm, settings, task, seed, budget):
             for row in csv.DictReader(monitor.read_text().splitlines()[1:]):  # the first line is a comment
                 length += int(row["l"])
                 episodes.append((length * experiment.n_envs, float(row["r"]), int(row["l"]), float(row["t"])))
-        episodes.sort()
+        episodes.sort(key=lambda episode: episode[0])  # by step alone: else the better ones of a step would be last
         rows = "".join(f"{step},{r},{length},{at}\n" for step, r, length, at in episodes)
         Path(folder, "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n" + rows)
         means = rolling_mean([r for _, r, _, _ in episodes])
@@ -111,7 +111,7 @@ def run(algorithm, settings, task, seed, budget):
             "best_100_mean": f"{means[min(100, len(means)) - 1 :].max():.6g}",
             "evaluation": f"{evaluation:.6g}",
             "episodes": len(episodes),
-            "falls": falls(task, read_csv(Path(folder, "episodes.csv")), model.num_timesteps),
+            "falls": falls(task, "{}", read_csv(Path(folder, "episodes.csv")), model.num_timesteps),
             "seconds": f"{seconds:.0f}",
             "flags": json.dumps(chosen),
             "curve": " ".join(f"{mean:.4g}" for _, _, mean in curve(Path(folder), model.num_timesteps)),
@@ -123,8 +123,8 @@ def run(algorithm, settings, task, seed, budget):
 
 
 def main(args):
-    done = {(row["exp_name"], row["env_id"], int(row["seed"])) for row in read_csv(args.out)}
-    jobs = []
+    done = {(row["exp_name"], row["env_id"], int(row["seed"])): int(row["global_step"]) for row in read_csv(args.out)}
+    jobs = {}  # in order, without duplicates: a task can be in a suite twice, with two of our scripts
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, task, flags in SUITES[args.suite]:
             budget = args.total_timesteps or load_script(script).parse_args(flags.split()).total_timesteps
@@ -136,7 +136,9 @@ def main(args):
                     if not hyperparameters(algorithm, settings, task.split(":")[-1].removeprefix("Image/")):
                         print(f"{name} {task}: RL Zoo has no settings")
                     elif (name, task, seed) not in done:
-                        jobs.append((algorithm, settings, task, seed, budget))
+                        jobs[algorithm, settings, task, seed, budget] = True
+                    elif done[name, task, seed] < budget:
+                        raise SystemExit(f"{args.out} has a shorter run of {name} {task}: give another --out")
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, spawn, max_tasks_per_child=1) as pool:
         futures = {pool.submit(run, *job): job for job in jobs}

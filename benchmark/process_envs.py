@@ -74,7 +74,7 @@ class Share:
                         numbers[name] = float(value)
                 found += [(n, "final_obs", np.array(obs)), (n, "numbers", [numbers])]
                 obs, info = env.reset()
-            row["obs"] = obs
+            np.copyto(row["obs"], obs, casting="same_kind")  # as a plain vector: floats are no integers
             if "action_mask" in info:
                 found.append((n, "action_mask", np.hstack(info["action_mask"])))
         return found
@@ -186,8 +186,9 @@ class ProcessVector(gym.vector.VectorEnv):
 
 
 def make_one(spec, num_workers=None, **kwargs):
-    """For --evaluate and videos: the plain environment. gym.make adds its time limit."""
-    return gym.make(spec, max_episode_steps=-1, **kwargs)
+    """For --evaluate and videos: the plain environment. gym.make adds its time limit outside. If the registration has
+    wrappers, which might skip steps, the limit inside them counts."""
+    return gym.make(spec, **({} if spec.additional_wrappers else {"max_episode_steps": -1}) | kwargs)
 
 
 def use_processes(task):

@@ -93,7 +93,7 @@ def summarise_all(run_dirs, tasks=()):
     any are given. And whether a folder could not be read. Says of every other run why it is left out. SystemExit where
     no run remains."""
     found, damaged = [], False
-    for run_dir in run_dirs:
+    for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):  # a folder named twice counts once
         if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
             continue
         try:
@@ -121,10 +121,11 @@ def label_curves(rows, titles):
     """Gives each row its label: its title, and the flags that tell settings of one title and task apart."""
     flags = {}
     for row, title in zip(rows, titles):
-        flags.setdefault((row["env_id"], title), []).append(set(row["flags"].split()))
+        row["words"] = re.split(r" (?=--)", row["flags"])  # a value may contain spaces
+        flags.setdefault((row["env_id"], title), []).append(set(row["words"]))
     for row, title in zip(rows, titles):
         common = set.intersection(*flags[row["env_id"], title])
-        row["label"] = " ".join([title, *(flag for flag in row["flags"].split() if flag not in common)])
+        row["label"] = " ".join([title, *(flag for flag in row["words"] if flag not in common)])
 
 
 def write_csv(name, run_dirs):
@@ -241,8 +242,10 @@ def read_suite(name):
         row["settings"] = re.sub(r" ?--total-timesteps=\d+", "", row["flags"]).strip()
     groups = group_by(rows, "env_id", "script", "settings", "global_step")
     for key, group in groups.items():
-        if len(group) != len({(row["exp_name"], row["seed"]) for row in group}):
+        if len(group) != len({row["seed"] for row in group}):
             raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
+        if len(names := {row["exp_name"] for row in group}) > 1:
+            raise SystemExit(f"results/{name}.csv has runs of several names for {', '.join(key)}: {', '.join(names)}")
     return groups
 
 
@@ -306,8 +309,8 @@ def breadth_table():
     lines = []
     for name in BREADTH:
         tasks = {env_id for _, env_id, _ in suites.SUITES[name]}
-        ours = {}  # the suite's own setting comes first
-        for (env_id, *_), rows in read_suite(name).items():
+        ours = {}  # of several settings the longest runs
+        for (env_id, *_), rows in sorted(read_suite(name).items(), key=lambda item: -int(item[0][3])):
             if env_id in tasks:
                 ours.setdefault(env_id, mean_return(rows))
         cells = []

@@ -36,7 +36,18 @@ from typing import Literal
 
 import torch
 import tyro
-from run_folder import ROOT, WHERE_AND_HOW, is_finished, last_step, load_script, machine, path_of, read_args, summarise
+from run_folder import (
+    ROOT,
+    WHERE_AND_HOW,
+    is_finished,
+    last_step,
+    load_checkpoint,
+    load_script,
+    machine,
+    path_of,
+    read_args,
+    summarise,
+)
 from suites import SUITES, TUNED
 from tqdm import tqdm
 
@@ -116,14 +127,16 @@ def make_jobs(args, flags=()):
                 raise SystemExit(f"{jobs[-1]}: {error}") from None
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
-    for job in jobs if args.script else ():
+    for job in jobs:
         try:
             run_dir = find_run(job)
             changed = run_dir and (run_dir / job.script.name).read_text() != job.script.read_text()
         except (OSError, ValueError):  # damaged: run_job names it
             continue
         if changed:
-            raise SystemExit(f"{args.script} has changed since {run_dir}: give another --exp-name, or delete that run")
+            raise SystemExit(
+                f"{job.script.name} has changed since {run_dir}: give another --exp-name, or delete that run"
+            )
     return jobs[int(shard[1]) - 1 :: int(shard[2])]
 
 
@@ -198,6 +211,7 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
             facts |= {"jobs_at_once": at_once, "arguments": job.arguments} | known
             facts |= {"evaluation": evaluation, "eval_episodes": job.eval_episodes}
+            facts["global_step"] = load_checkpoint(run_dir)["global_step"]
             record.write_text(json.dumps(facts, indent=2))
     return summarise(run_dir)
 

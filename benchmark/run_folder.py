@@ -164,11 +164,12 @@ def curve(run_dir, global_step, points=CURVE_POINTS):
     return [(round(at), *(np.interp(at, steps[last], y[last]) for y in (seconds, means))) for at in grid]
 
 
-def falls(env_id, episodes, global_step):
+def falls(env_id, env_kwargs, episodes, global_step):
     """Episodes that ended before the environment's time limit, per 1,000 steps of the last fifth of a run. "" where the
     environment has no limit."""
     with contextlib.suppress(gym.error.Error, ImportError):
-        if limit := gym.spec(env_id).max_episode_steps:
+        limit = json.loads(env_kwargs).get("max_episode_steps", gym.spec(env_id).max_episode_steps)
+        if limit and limit > 0:  # -1: none
             last = [row for row in episodes if int(row["global_step"]) > 0.8 * global_step]
             return f"{sum(int(row['episodic_length']) < limit for row in last) / (0.2 * global_step / 1000):.4g}"
     return ""
@@ -190,7 +191,9 @@ def summarise(run_dir):
     whole = min(100, len(means)) - 1  # the first mean of 100 episodes, of all where there are fewer
     solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"].split(":")[-1], np.inf))
     record = run_dir / "benchmark.json"
-    record = json.loads(record.read_text()) if record.exists() else {"versions": VERSIONS}
+    record = json.loads(record.read_text()) if record.exists() else {}
+    if record.get("global_step", checkpoint["global_step"]) != checkpoint["global_step"]:
+        record = {}  # of an agent that has learned since
     return {
         "script": args["script"],
         "env_id": args["env_id"],
@@ -201,11 +204,11 @@ def summarise(run_dir):
         "best_100_mean": f"{means[whole:].max():.6g}",
         "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
         "episodes": len(episodes),
-        "falls": falls(args["env_id"], episodes, checkpoint["global_step"]),
+        "falls": falls(args["env_id"], args.get("env_kwargs", "{}"), episodes, checkpoint["global_step"]),
         "seconds": f"{checkpoint['seconds']:.0f}",
         "solved_at": episodes[99 + solved[0]]["global_step"] if len(solved) else "",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
-        "versions": record["versions"],
+        "versions": record.get("versions", ""),
         "commit": record.get("commit", ""),
         "hardware": record.get("hardware", ""),
         "curve": " ".join(f"{mean:.4g}" for _, _, mean in curve(run_dir, checkpoint["global_step"])),

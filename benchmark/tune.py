@@ -160,9 +160,12 @@ def main():
         study = optuna.create_study(storage=storage, sampler=sampler, **names)
         # Its scores are to be compared with each other: what they are about stays as it began.
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        about = json.loads(json.dumps({"env_ids": env_ids, "seeds": list(seeds), "parameters": space}))
+        about = {"env_ids": env_ids, "seeds": list(seeds), "parameters": space, "program": script.read_text()}
+        about = json.loads(json.dumps(about))
         if args.trials and study.user_attrs.setdefault("about", about) != about:
-            raise SystemExit(f"--study {args.study} began with other tasks, seeds, steps or parameters: name a new one")
+            raise SystemExit(
+                f"--study {args.study} began with another script, tasks, seeds, steps or parameters: use a new one"
+            )
         if args.trials:
             study.set_user_attr("about", about)
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}

@@ -226,6 +226,7 @@ for kind in ("box", "discrete"):
 
 gym.register("native/SameStep-v0", vector_entry_point=Native)
 gym.register("native/Shaped-v0", vector_entry_point=Native, kwargs={"member": "box/Shaped-v0"})
+gym.register("native/NextStep-v0", vector_entry_point=Native, kwargs={"mode": gym.vector.AutoresetMode.NEXT_STEP})
 
 
 @ONE
@@ -241,6 +242,13 @@ def test_a_vector_that_is_not_flat(script, small_args, main):
     refused = main(script, *flags_of(**vars(small_args(env_id="native/Shaped-v0")) | {"hidden_sizes": "[64, 64]"}))
     assert_one_line(refused, "native/Shaped-v0 has Dict(")
     assert "flatten it. Images: ppo_atari.py, recipes/image_box.diff" in refused.stderr
+
+
+@ONE
+def test_a_vector_with_another_autoreset_mode(script, small_args, main):
+    """Refused in one line: the steps of its resets would be trained as transitions."""
+    refused = main(script, *flags_of(**vars(small_args(env_id="native/NextStep-v0")) | {"hidden_sizes": "[64, 64]"}))
+    assert_one_line(refused, "the vector of native/NextStep-v0 has autoreset mode AutoresetMode.NEXT_STEP")
 
 
 def test_a_vector_may_reuse_its_array(script, small_args):

@@ -118,6 +118,12 @@ def test_evaluate_with_other_arguments(script, run_dir, main):
     assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
 
 
+def test_a_gpu_that_torch_cannot_use(script, run_dir, monkeypatch):
+    """Its driver is too old, say. A run on the CPU can be evaluated."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert len(script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 2)) == 2
+
+
 class Stay(gym.Env):
     """The reward is 1, and an episode never ends. Draws from every global generator; may raise in some step."""
 

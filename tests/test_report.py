@@ -64,6 +64,8 @@ def test_row_of_a_run(run_dir, tmp_path):
     assert float(row["best_100_mean"]) == pytest.approx(max(hundreds), abs=0.05)
     assert row["flags"] == "--total-timesteps=4096 --update-epochs=1"
     assert {name: row[name] for name in FIGURES} == {name: str(value) for name, value in FIGURES.items()}
+    (run_dir / "benchmark.json").write_text(json.dumps(FIGURES | {"global_step": 2048}))
+    assert report.summarise(run_dir)["evaluation"] == ""  # it has learned since
 
     points = run_folder.curve(run_dir, row["global_step"])
     step, _, mean = points[-1]
@@ -147,7 +149,7 @@ def test_table_and_picture_of_a_suite(finished_runs, results):
 def test_report_of_any_runs(finished_runs, tmp_path, main):
     """Without --publish the tables and curves go into a folder of the user's, and nothing in the repository changes."""
     before = {path: path.read_bytes() for path in [*RESULTS.iterdir(), ROOT / "README.md"]}
-    done = main(report, *finished_runs, "--out", tmp_path / "mine")
+    done = main(report, *finished_runs, finished_runs[0], "--out", tmp_path / "mine")  # a folder twice counts once
     assert done.returncode == 0, done.stderr
     assert {path: path.read_bytes() for path in before} == before
     names = {path.name for path in (tmp_path / "mine").iterdir()}
@@ -211,6 +213,22 @@ def test_a_seed_counts_once(results):
     report.write_rows(results / "mujoco.csv", report.FIELDS, [*rows, rows[0]])
     with pytest.raises(SystemExit, match="has a seed twice for Ant-v4"):
         report.suite_table("mujoco")
+    report.write_rows(results / "mujoco.csv", report.FIELDS, [*rows, rows[0] | {"exp_name": "mine", "seed": "7"}])
+    with pytest.raises(SystemExit, match="has runs of several names for Ant-v4"):
+        report.suite_table("mujoco")
+
+
+def test_labels_of_lists():
+    """A value with spaces is one part of a label, and every part of it counts."""
+    rows = [{"env_id": "A", "flags": f"--hidden-sizes={sizes} --seed=1"} for sizes in ([64, 64, 64], [64, 64, 64, 64])]
+    report.label_curves(rows, ["deep", "deep"])
+    assert [row["label"] for row in rows] == ["deep --hidden-sizes=[64, 64, 64]", "deep --hidden-sizes=[64, 64, 64, 64]"]
+
+
+def test_falls_of_a_changed_time_limit():
+    episodes = [{"global_step": "1000", "episodic_length": "100"}] * 9
+    assert run_folder.falls("Pendulum-v1", "{}", episodes, 1000) == "45"
+    assert run_folder.falls("Pendulum-v1", '{"max_episode_steps": 100}', episodes, 1000) == "0"
 
 
 def test_intervals():
@@ -260,5 +278,12 @@ def test_compare_two_settings(tmp_path, capsys):
     assert float(hopper[4]) - float(hopper[3]) == pytest.approx(3000, abs=0.2) and 0 < low < 3000 < high
     assert hopper[6:8] == ["-", "0.50"]
     assert "Reacher-v4" in falling and "Hopper" not in falling
+    returns = [5000, 5200, 4800, -300]
+    rows = [row | {"last_100_mean": x, "global_step": 1000} for row, x in zip(rows[:4], returns)]
+    report.write_rows(tmp_path / "low.csv", report.FIELDS, rows)
+    (((*_, low),), _, _) = lines("low.csv", "low.csv")
+    assert low == "1 1"
+    report.write_rows(tmp_path / "long.csv", report.FIELDS, [row | {"global_step": 2000} for row in rows])
+    assert lines("low.csv", "long.csv")[0][1] == ["", "unlike runs: from 1,000 to 2,000 steps"]
     assert f"{(3000 / 2761.192 - 41 / 4.1) / 2:+.4f}" in mean
     assert lines("one.csv", "other.csv") == named

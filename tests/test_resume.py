@@ -52,9 +52,10 @@ def test_resumed_learner_is_the_uninterrupted_one(script, small_args, monkeypatc
 
 
 def test_resume_without_further_steps(script, run_dir, capsys):
-    """The learner is the checkpoint's, to the bit. Rows and checkpoint stay as they are, and a line says why."""
-    before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv")}
-    agent, same_dir = script.train(resume=run_dir)
+    """The learner is the checkpoint's, to the bit. Rows, checkpoint and trained settings stay as they are,
+    and a line says why."""
+    before = {name: (run_dir / name).read_bytes() for name in ("checkpoint.pt", "episodes.csv", "args.json")}
+    agent, same_dir = script.train(dataclasses.replace(script.load_args(run_dir), learning_rate=0.5), run_dir)
     assert "step 256 of 256" in capsys.readouterr().out
     assert same_dir == run_dir and list(run_dir.parent.iterdir()) == [run_dir]
     torch.testing.assert_close(agent.state_dict(), script.load_checkpoint(run_dir)["agent"], atol=0, rtol=0)

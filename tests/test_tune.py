@@ -87,7 +87,7 @@ def test_tune(tmp_path, main):
     assert begun == [(default.gamma, default.learning_rate), (0.98, default.learning_rate)]
     for row in complete:
         assert float(row["score"]) == pytest.approx(float(row["CartPole-v1 seed 101"]), rel=1e-3)
-    assert "began with other tasks" in main(tune, *words, f"--runs-dir={runs_dir}", "--seeds=2").returncode
+    assert "began with another script" in main(tune, *words, f"--runs-dir={runs_dir}", "--seeds=2").returncode
     # The same command has nothing left to do, nor has it on another machine that has the file of the study.
     elsewhere.mkdir()
     shutil.copy(runs_dir / "s.db", elsewhere)

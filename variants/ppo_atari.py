@@ -624,9 +624,10 @@ class Run:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
             return
-        about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
-        (self.dir / "args.json").write_text(json.dumps(about, indent=2))
-        (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+            about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
+            (self.dir / "args.json").write_text(json.dumps(about, indent=2))
+            (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         if args.track:
             import wandb
 
@@ -760,7 +761,8 @@ def load_agent(run_dir):
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
+    devices = {x.device for x in agent.parameters() if x.is_cuda}  # a CPU run needs no working CUDA
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_video_env(args) if video_dir else make_env(args)

@@ -520,7 +520,7 @@ def train(args=None, resume=None):
             scalars["Perf/collection_time"] = rollout_end - start_time
             scalars["Perf/learning_time"] = time.monotonic() - rollout_end
             for name in {name for numbers in simulator_logs for name in numbers}:
-                scalars[name] = torch.stack([numbers[name] for numbers in simulator_logs if name in numbers]).mean()
+                scalars[name] = torch.stack([x[name].to(device) for x in simulator_logs if name in x]).mean()
             run.log(global_step, gather_from_ranks(episodes), scalars)
             run.save(agent, optimizer, force=iteration in (1, num_iterations))
         return agent, run.dir
@@ -747,9 +747,10 @@ class Run:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
             return
-        about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
-        (self.dir / "args.json").write_text(json.dumps(about, indent=2))
-        (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+            about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
+            (self.dir / "args.json").write_text(json.dumps(about, indent=2))
+            (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
         if args.track:
             import wandb
 
@@ -895,7 +896,8 @@ def evaluate(agent, envs, seed, deterministic=True):
     """The return of each environment's first episode, (N,). The agent and its statistics do not change."""
     running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.action_low.device)
     episodic_returns = torch.zeros_like(running, dtype=torch.float32)
-    with torch.random.fork_rng(), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
+    devices = {x.device for x in agent.parameters() if x.is_cuda}  # a CPU run needs no working CUDA
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
