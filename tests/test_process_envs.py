@@ -131,8 +131,17 @@ class Dice(Mine):
 gym.register("Mine-v0", Mine)
 shifted = gym.wrappers.RescaleObservation.wrapper_spec(min_obs=10.0, max_obs=11.0)
 gym.register("Dice-v0", Dice, additional_wrappers=(shifted,))
-use_processes("Dice-v0")
-use_processes("Mine-v0")
+skipping = gym.wrappers.MaxAndSkipObservation.wrapper_spec(skip=2)
+gym.register("Skipping-v0", Mine, max_episode_steps=8, additional_wrappers=(skipping,))
+
+
+class Wrong(Mine):
+    observation_space = gym.spaces.Box(0, 9, (8,), np.int64)
+
+
+gym.register("Wrong-v0", Wrong)
+for name in ("Dice", "Mine", "Skipping", "Wrong"):
+    use_processes(f"{name}-v0")
 """
 
 
@@ -152,6 +161,13 @@ def try_the_vector(folder):
     for bonus in (3.0, [3.0] * 4):
         envs.set_attr("bonus", bonus)
         assert envs.step(envs.action_space.sample())[1].tolist() == [3.0] * 4
+    env = gym.make("Skipping-v0")
+    env.reset()
+    assert [env.step(env.action_space.sample())[3] for _ in range(4)] == [False, False, False, True]  # 8 steps of 8
+    wrong = gym.make_vec("Wrong-v0", **options, num_workers=1)
+    wrong.reset()
+    with pytest.raises(TypeError, match="Cannot cast"):  # its observations are no integers
+        wrong.step(wrong.action_space.sample())
     pids = workers(os.getpid())[:3]  # the fourth is the one that lists them
     envs.close()
     assert len(pids) == 3 and all_gone(pids)
