@@ -222,7 +222,8 @@ def test_labels_of_lists():
     """A value with spaces is one part of a label, and every part of it counts."""
     rows = [{"env_id": "A", "flags": f"--hidden-sizes={sizes} --seed=1"} for sizes in ([64, 64, 64], [64, 64, 64, 64])]
     report.label_curves(rows, ["deep", "deep"])
-    assert [row["label"] for row in rows] == ["deep --hidden-sizes=[64, 64, 64]", "deep --hidden-sizes=[64, 64, 64, 64]"]
+    labels = ["deep --hidden-sizes=[64, 64, 64]", "deep --hidden-sizes=[64, 64, 64, 64]"]
+    assert [row["label"] for row in rows] == labels
 
 
 def test_falls_of_a_changed_time_limit():
