@@ -124,7 +124,7 @@ def run(algorithm, settings, task, seed, budget):
 
 def main(args):
     done = {(row["exp_name"], row["env_id"], int(row["seed"])): int(row["global_step"]) for row in read_csv(args.out)}
-    jobs = {}  # in order, without duplicates: a task can be in a suite twice, with two of our scripts
+    jobs = []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, task, flags in SUITES[args.suite]:
             budget = args.total_timesteps or load_script(script).parse_args(flags.split()).total_timesteps
@@ -136,9 +136,10 @@ def main(args):
                     if not hyperparameters(algorithm, settings, task.split(":")[-1].removeprefix("Image/")):
                         print(f"{name} {task}: RL Zoo has no settings")
                     elif (name, task, seed) not in done:
-                        jobs[algorithm, settings, task, seed, budget] = True
+                        jobs.append((algorithm, settings, task, seed, budget))
                     elif done[name, task, seed] < budget:
                         raise SystemExit(f"{args.out} has a shorter run of {name} {task}: give another --out")
+    jobs = list(dict.fromkeys(jobs))  # a task is in a suite twice where two of our scripts train it
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, spawn, max_tasks_per_child=1) as pool:
         futures = {pool.submit(run, *job): job for job in jobs}
