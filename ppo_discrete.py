@@ -14,8 +14,7 @@
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are normalized when the policy acts. The update reuses the normalized observations, so its first
-   minibatch has probability ratio 1. The statistics change only between rollouts. Checkpoints contain them.
+2. Observations are stored as they were normalized when the policy acted. The statistics change only between rollouts.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
@@ -41,7 +40,6 @@ import shutil
 import sys
 import time
 import warnings
-import zipfile
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -162,7 +160,7 @@ class Agent(nn.Module):
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
         self.critic = mlp(obs_shape[0], args.hidden_sizes, 1, gain=1.0)
-        # gain 0.01: logits start near 0, so the first policy is nearly uniform in every state.
+        # gain 0.01: outputs start near 0, so the first policy hardly depends on the observation.
         self.actor = mlp(obs_shape[0], args.hidden_sizes, sum(self.sizes), gain=0.01)
 
     def normalize_obs(self, raw_obs):
@@ -186,7 +184,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
-        The distribution is written out, because torch.distributions costs more time than these networks."""
+        Written out, because torch.distributions costs more time than these networks."""
         log_probs = self.get_log_probs(obs, action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
@@ -210,10 +208,10 @@ class Agent(nn.Module):
             rows = [action_mask] if obs.ndim == 1 else action_mask  # a row may be a tuple: a mask per dimension
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-1], -1)
-        if deterministic:
-            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(obs, action_mask)], -1)
-        else:
+        if not deterministic:
             action = self.get_action_and_value(obs, action_mask=action_mask)[0]
+        else:
+            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(obs, action_mask)], -1)
         return self.to_env_action(action).cpu().numpy()[()]  # [()]: one Discrete action is a number, not an array
 
 
@@ -431,12 +429,10 @@ def train(args=None, resume=None):
                     optimizer.step()
                 if stop_update:
                     break
-            watched = {"observations": raw_obs, "last observations": next_obs, "final observations": raw_final_obs}
-            value_losses = torch.stack([m["value_loss"] for m in all_metrics]).cpu().numpy()
-            watched |= {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy(), "value losses": value_losses}
-            for name, x in watched.items():
-                if not (np.abs(x) < 1e38).all():  # also if one is NaN
-                    raise UsageError(f"NaN or a number above 1e38 in the {name}: not saved in {run.dir}")
+            weights = flat_parameters.cpu().numpy()
+            for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
+                if not (np.abs(x) < 1e15).all():  # also if one is NaN; its square would near the limit of float32
+                    raise UsageError(f"NaN or a number above 1e15 in the {name}: not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -457,8 +453,6 @@ class UsageError(ValueError):
 
 def check(args):
     """Refuse settings that cannot work, before anything is created."""
-    if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
-        raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
     if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
@@ -513,14 +507,11 @@ class VectorMember(gym.Wrapper):
 def make_env(args, **kwargs):
     """One environment, whose observations are vectors."""
     env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
-    space = env.observation_space
-    if space.dtype == np.uint8 and len(space.shape) > 1 and math.prod(space.shape) > 1000:
-        raise UsageError(f"{args.env_id} has images: use variants/ppo_atari.py or recipes/image_box.diff")
-    size = 0
+    space, size = env.observation_space, 0
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
-    if size == 0:
-        raise UsageError(f"{args.env_id}: cannot flatten {space}; wrap it (MiniGrid: ImgObsWrapper)")
+    if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):
+        raise UsageError(f"{args.env_id}: {space} is no vector: wrap it (MiniGrid: ImgObsWrapper), or use ppo_atari.py")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return VectorMember(env)
@@ -536,10 +527,7 @@ def make_video_env(args):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     env = make_env(args, render_mode="rgb_array")
     env.reset()
-    try:
-        env.render()
-    except Exception as error:  # each driver raises its own
-        raise UsageError(f"cannot draw {args.env_id} (MuJoCo needs apt-get install libegl1): {error}") from error
+    env.render()
     return env
 
 
@@ -550,16 +538,12 @@ def make_envs(args):
         make_video_env(args).close()  # if it cannot draw, say so before training
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
-        kwargs = json.loads(args.env_kwargs)
-        envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **kwargs)
-        space = envs.single_observation_space
-        if envs.metadata.get("autoreset_mode") != options["autoreset_mode"]:
-            raise UsageError(f"the vector of {args.env_id} has autoreset mode {envs.metadata.get('autoreset_mode')}")
-        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-            raise UsageError(f"{args.env_id} has {space}: flatten it. Images: ppo_atari.py, recipes/image_box.diff")
+        envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = envs.envs[0].spec
+    if len(envs.single_observation_space.shape or ()) != 1:
+        raise UsageError(f"{args.env_id} has {envs.single_observation_space}, no vector. Images: variants/ppo_atari.py")
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
@@ -621,11 +605,10 @@ class Run:
         if args.track:
             import wandb
 
-            # A resumed run keeps its wandb id: the folder's name, unless a sweep chose another.
             folder = self.dir.resolve()
-            run_id = self.checkpoint.get("wandb_id") or folder.name
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep chose another
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # Logs after the checkpoint: purge_step hides them in TensorBoard, episodes.csv is cut below, W&B keeps them.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -639,7 +622,7 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}" + (", compiling" if args.compile else ""))
+        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}", "(compiling)" if args.compile else "")
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
@@ -667,15 +650,13 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # without a bar: 20 lines
+            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # without a bar: 20 lines
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
         """Write checkpoint.pt if the interval has passed, or if forced. A kill leaves the old file or the new one."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
-        if shutil.disk_usage(self.dir).free < 5e7:  # for a checkpoint, and logs until the next one
-            raise UsageError(f"less than 50 MB of disk space left; the last checkpoint in {self.dir} is whole")
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
         self.writer.flush()
         self.last_save = time.monotonic()
@@ -700,19 +681,12 @@ class Run:
             self.wandb.save(self.dir.resolve() / "videos" / "*.mp4", base_path=self.dir.resolve())
             self.wandb.finish()
         if self.recent_returns:
-            say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
+            print(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
         script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # finished
-            say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}")
-            watch = json.dumps(json.loads(self.args.env_kwargs) | {"render_mode": "human"})
-            say(f"to watch it, add --env-kwargs '{watch}'; to film it, --capture-video")
-        elif (self.dir / "checkpoint.pt").exists():
-            say(f"stopped; to continue: python {script} --resume {self.dir}{env_id}")
-
-
-def say(text):
-    with contextlib.suppress(OSError):  # stdout may be closed, as by `| head`
-        print(text, flush=True)
+        finished = self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps
+        word = "evaluate" if finished else "resume"
+        if (self.dir / "checkpoint.pt").exists():
+            print(f"to {word}: python {script} --{word} {self.dir}{env_id}")
 
 
 def find_run(name, runs_dir="runs"):
@@ -723,16 +697,12 @@ def find_run(name, runs_dir="runs"):
     paths = [path for path in paths if path.with_name(Path(__file__).name).exists()]
     if not paths:
         raise UsageError(f"no run of {Path(__file__).name} in {runs_dir}: name a run folder, or add --runs-dir")
-    return max(paths, key=lambda path: path.stat().st_mtime).parent
+    return max(paths, key=os.path.getmtime).parent
 
 
 def load_checkpoint(run_dir):
     """The checkpoint, on the CPU. weights_only: loading runs no code."""
-    path = Path(run_dir, "checkpoint.pt")
-    with contextlib.suppress(Exception):  # a damaged file can raise anything
-        if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
-            return torch.load(path, map_location="cpu", weights_only=True)
-    raise UsageError(f"{path} is missing or damaged, or contains more than tensors and plain values")
+    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
 
 
 def load_args(run_dir):
@@ -757,7 +727,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_video_env(args) if video_dir else make_env(args)
         if (env.spec.max_episode_steps or math.inf) > 30_000:  # else a good policy might never end an episode
-            say("episodes are cut after 30,000 steps")
+            print("episodes are cut after 30,000 steps")
             env = gym.wrappers.TimeLimit(env, 30_000)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
@@ -774,25 +744,25 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
-    and 1e6 for an integer."""
-    default, argv, flag = default or Args(), [], ""
+    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64] and
+    --total_timesteps=1e6."""
+    default, argv = default or Args(), []
     for word in words:
-        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        flag, _, value = word.partition("=")
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and not value.isdecimal():
-            with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+            word = f"{flag}={float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
-            argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
+            argv += [flag, *value.strip("[]").replace(",", " ").split()]
             continue
         argv.append(word)
     return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
 
 
 def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a pipe or file gets each line at once
     warnings.filterwarnings("ignore", ".*is out of date")  # published results use HalfCheetah-v4
     with contextlib.suppress(ImportError):  # mujoco 4 would print a deprecation warning for each of 100 HalfCheetahs
         import mujoco
@@ -814,8 +784,7 @@ def main():
     if not command.evaluate:
         train(args, run_dir)
         return
-    filmed = args.capture_video and json.loads(args.env_kwargs).get("render_mode") != "human"
-    video_dir = run_dir / "videos" if filmed else None
+    video_dir = run_dir / "videos" if args.capture_video else None
     returns = evaluate(load_agent(run_dir), args, args.eval_episodes, video_dir)
     print("returns:", *(f"{episodic_return:.1f}" for episodic_return in returns))
     print(f"mean {returns.mean():.6g}, standard deviation {returns.std():.6g}")

@@ -3,8 +3,8 @@
 import contextlib
 import importlib
 import os
+import pickle
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,14 +21,6 @@ class Command:
         return os.system, (f"touch {self.path.with_name('it-ran')}",)
 
 
-def flip_a_bit(path):
-    """In the middle of a weight: torch loads it without a word."""
-    content = bytearray(path.read_bytes())
-    content[content.find(torch.load(path)["agent"]["critic.0.weight"].numpy().tobytes()) + 30] ^= 1
-    path.write_bytes(content)
-    torch.load(path)
-
-
 def changed(path, **entries):
     torch.save(torch.load(path) | entries, path)
 
@@ -37,11 +29,8 @@ DAMAGE = {
     "empty": lambda path: path.write_bytes(b""),
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
     "text": lambda path: path.write_text("hello"),
-    "flipped bit": flip_a_bit,
     "missing": lambda path: path.unlink(),
     "a pickle that would run code": lambda path: changed(path, seconds=Command(path)),
-}
-OTHER = {
     "another program's": lambda path: torch.save({"model": torch.zeros(3)}, path),
     "of another version": lambda path: changed(path, args={"no_such_argument": 1}),
 }
@@ -49,21 +38,11 @@ OTHER = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint(script, run_dir, main, damage):
-    """Refused in one line, and nothing in the folder changes: a command in the checkpoint does not run either."""
+    """An error, and nothing in the folder changes: a command in the checkpoint does not run either."""
     DAMAGE[damage](run_dir / "checkpoint.pt")
     files = {path: path.read_bytes() for path in run_dir.iterdir()}
     for flag in ("--resume", "--evaluate"):
-        assert_one_line(main(script, flag, run_dir), f"{run_dir}/checkpoint.pt is missing or damaged")
-        assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
-
-
-@pytest.mark.parametrize("damage", OTHER)
-def test_checkpoint_from_elsewhere(script, run_dir, main, damage):
-    """An error, and nothing in the folder changes."""
-    OTHER[damage](run_dir / "checkpoint.pt")
-    files = {path: path.read_bytes() for path in run_dir.iterdir()}
-    for flag in ("--resume", "--evaluate"):
-        with pytest.raises((KeyError, TypeError)):
+        with pytest.raises((KeyError, TypeError, EOFError, OSError, RuntimeError, pickle.UnpicklingError)):
             main(script, flag, run_dir)
         assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
 
@@ -71,7 +50,8 @@ def test_checkpoint_from_elsewhere(script, run_dir, main, damage):
 def test_missing_folder(script, tmp_path, main):
     """The error names the file, and no folder is made."""
     for flag in ("--resume", "--evaluate"):
-        assert_one_line(main(script, flag, tmp_path / "nowhere"), "nowhere/checkpoint.pt is missing or damaged")
+        with pytest.raises(FileNotFoundError, match=r"nowhere/checkpoint\.pt"):
+            main(script, flag, tmp_path / "nowhere")
     assert not list(tmp_path.iterdir())
 
 
@@ -104,12 +84,21 @@ def test_checkpoint_that_names_a_module(script, run_dir, main):
 
 @ONE
 def test_full_disk(script, tmp_path, main, monkeypatch):
-    """One line says so, and the checkpoint before is whole."""
-    space = iter([10**9, 10**9, 1000])
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(space)))
-    stopped = main(script, *flags_of(env_id=probe(script), runs_dir=tmp_path, checkpoint_interval=0, **SMALL))
+    """An error ends the run, and the checkpoint before is whole."""
+    saved = []
+
+    def save(checkpoint, path):
+        saved.append(path)
+        if len(saved) == 3:
+            path.write_bytes(b"half")
+            raise OSError("No space left on device")
+        torch_save(checkpoint, path)
+
+    torch_save = torch.save
+    monkeypatch.setattr("torch.save", save)
+    with pytest.raises(OSError, match="No space left"):
+        main(script, *flags_of(env_id=probe(script), runs_dir=tmp_path, checkpoint_interval=0, **SMALL))
     (run_dir,) = tmp_path.iterdir()
-    assert_one_line(stopped, f"less than 50 MB of disk space left; the last checkpoint in {run_dir} is whole")
     assert script.load_checkpoint(run_dir)["global_step"] == 128
     monkeypatch.undo()
     assert script.train(resume=run_dir)[1] == run_dir and script.load_checkpoint(run_dir)["global_step"] == 256

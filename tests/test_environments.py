@@ -185,7 +185,7 @@ def test_observations_that_are_no_vector(script, tmp_path, main, space):
     """One line names the space and says what helps; nothing is made."""
     flags = flags_of(env_id=probe(script, "Space"), env_kwargs=json.dumps({"space": space}), runs_dir=tmp_path, **SMALL)
     refused = main(script, *flags)
-    assert_one_line(refused, f"cannot flatten {Space.SPACES[space]}; wrap it")
+    assert_one_line(refused, f"{Space.SPACES[space]} is no vector: wrap it (MiniGrid: ImgObsWrapper)")
     assert not list(tmp_path.iterdir())
 
 
@@ -201,12 +201,10 @@ def test_final_observation_is_the_last_one(script, small_args):
 
 
 class Native(gym.vector.VectorEnv):
-    """A vector that an environment brings along, in the autoreset mode that is asked for or in another. It returns all
-    observations in one array."""
+    """A vector that an environment brings along. It returns all observations in one array."""
 
-    def __init__(self, num_envs, autoreset_mode, mode=None, member="box/Chain-v0"):
-        options = {"autoreset_mode": mode or autoreset_mode}
-        self.envs = gym.make_vec(member, num_envs, "sync", vector_kwargs=options)
+    def __init__(self, num_envs, autoreset_mode, member="box/Chain-v0"):
+        self.envs = gym.make_vec(member, num_envs, "sync", vector_kwargs={"autoreset_mode": autoreset_mode})
         self.single_observation_space = self.envs.single_observation_space
         self.single_action_space, self.metadata = self.envs.single_action_space, dict(self.envs.metadata)
         self.num_envs = num_envs
@@ -226,7 +224,6 @@ for kind in ("box", "discrete"):
 
 gym.register("native/SameStep-v0", vector_entry_point=Native)
 gym.register("native/Shaped-v0", vector_entry_point=Native, kwargs={"member": "box/Shaped-v0"})
-gym.register("native/NextStep-v0", vector_entry_point=Native, kwargs={"mode": gym.vector.AutoresetMode.NEXT_STEP})
 
 
 @ONE
@@ -241,14 +238,7 @@ def test_a_vector_that_is_not_flat(script, small_args, main):
     """Refused in one line, as ALE's games are."""
     refused = main(script, *flags_of(**vars(small_args(env_id="native/Shaped-v0")) | {"hidden_sizes": "[64, 64]"}))
     assert_one_line(refused, "native/Shaped-v0 has Dict(")
-    assert "flatten it. Images: ppo_atari.py, recipes/image_box.diff" in refused.stderr
-
-
-@ONE
-def test_a_vector_with_another_autoreset_mode(script, small_args, main):
-    """Refused in one line: the steps of its resets would be trained as transitions."""
-    refused = main(script, *flags_of(**vars(small_args(env_id="native/NextStep-v0")) | {"hidden_sizes": "[64, 64]"}))
-    assert_one_line(refused, "the vector of native/NextStep-v0 has autoreset mode AutoresetMode.NEXT_STEP")
+    assert "no vector. Images: variants/ppo_atari.py" in refused.stderr
 
 
 def test_a_vector_may_reuse_its_array(script, small_args):

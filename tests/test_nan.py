@@ -75,7 +75,7 @@ probes.register("NanReset", NanReset, number=10)
 probes.register("NanEnd", NanEnd, lengths=(5,))
 
 
-SOURCES = {"NanFirst": "observations", "NanReset": "observations", "NanEnd": "final observations"}
+SOURCES = {"NanFirst": "observations", "NanReset": "observations", "NanEnd": "weights"}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -84,7 +84,7 @@ def test_no_checkpoint_of_nan(script, small_args, main, name):
     args = small_args(env_id=probe(script, name), norm_obs=False)
     assert_one_line(
         main(script, *flags_of(**vars(args) | {"hidden_sizes": "[64, 64]"})),
-        f"NaN or a number above 1e38 in the {SOURCES[name]}: ",
+        f"NaN or a number above 1e15 in the {SOURCES[name]}: ",
     )
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
@@ -93,17 +93,17 @@ def test_no_checkpoint_of_nan(script, small_args, main, name):
     "name, source, changes",
     [
         ("NanLater", "observations", {}),
-        ("NanLast", "last observations", {}),
+        ("NanLast", "weights", {}),
         ("NanReward", "rewards", {}),
         ("Infinity", "rewards", {}),
         ("HugeObs", "observations", {}),
-        ("HugeRewards", "(weights|value losses)", {"norm_reward": False}),  # their squares are infinite
+        ("HugeRewards", "rewards", {"norm_reward": False}),
     ],
 )
 def test_environment_that_returns_nan(script, small_args, name, source, changes):
     """In step 1200 or 1216: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
     args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0, **changes)
-    with pytest.raises(ValueError, match=f"^NaN or a number above 1e38 in the .*{source}: ") as error:
+    with pytest.raises(ValueError, match=f"^NaN or a number above 1e15 in the {source}: ") as error:
         script.train(args)
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
@@ -118,5 +118,5 @@ def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
     before = (run_dir / "checkpoint.pt").read_bytes()
     flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
     diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
-    assert_one_line(diverged, f"NaN or a number above 1e38 in the weights: not saved in {run_dir}")
+    assert_one_line(diverged, f"NaN or a number above 1e15 in the weights: not saved in {run_dir}")
     assert (run_dir / "checkpoint.pt").read_bytes() == before

@@ -134,7 +134,7 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
         ppo_rlhf.train(rlhf_args(**changes))
     (half,) = {*whole.parent.iterdir()} - {whole}
     script = os.path.relpath(ppo_rlhf.__file__)
-    assert f"stopped; to continue: python {script} --resume {half}\n" in capsys.readouterr().out
+    assert f"to resume: python {script} --resume {half}\n" in capsys.readouterr().out
     assert ppo_rlhf.load_checkpoint(half)["iteration"] == 2 and len(rows(half)) == 3
     ppo_rlhf.train(resume=half)
     assert_same_learner(ppo_rlhf.load_checkpoint(half), ppo_rlhf.load_checkpoint(whole))

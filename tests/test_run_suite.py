@@ -102,7 +102,7 @@ def test_suite_stops_and_waits_for_orphans(tmp_path, main):
     assert "the same command goes on" in done.stderr and done.returncode == 130
     (run_dir,) = run_dirs(tmp_path)
     (log,) = (tmp_path / "logs").iterdir()
-    assert "ppo_discrete.py --resume" in log.read_text().partition("stopped; to continue: python ")[2]
+    assert "ppo_discrete.py --resume" in log.read_text().partition("to resume: python ")[2]
 
     process = start_suite(tmp_path, "--seeds=1", steps=40_000)
     saved = times_of([run_dir])

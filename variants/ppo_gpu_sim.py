@@ -43,7 +43,6 @@ import random
 import re
 import sys
 import time
-import zipfile
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -467,7 +466,7 @@ def train(args=None, resume=None):
                     final_obs = agent.normalize(raw_final_obs[exact], agent.critic_obs_rms)
                     timeout_values[exact] = agent.get_value(final_obs)
                     if not torch.equal(exact, truncations):
-                        say(f"{args.env_id} gives no final_obs: continuing with --timeouts current-value")
+                        print(f"{args.env_id} gives no final_obs: continuing with --timeouts current-value")
                         args = dataclasses.replace(args, timeouts="current-value")
             steps = {"rewards": args.reward_scale * rewards, "values": values[:T], "timeout_values": timeout_values}
             steps |= {"terminations": terminations, "truncations": truncations}
@@ -772,7 +771,7 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        say(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}" + (", compiling" if args.compile else ""))
+        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}", "(compiling)" if args.compile else "")
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
@@ -798,7 +797,7 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            say(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
+            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
@@ -828,17 +827,12 @@ class Run:
         if self.args.track:
             self.wandb.finish()
         if self.recent_returns:
-            say(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
+            print(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
         script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
-        if self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps:  # no room for an iteration
-            say(f"to evaluate: python {script} --evaluate {self.dir}{env_id}; to use it elsewhere: --export {self.dir}")
-        elif (self.dir / "checkpoint.pt").exists():
-            say(f"stopped; to continue: python {script} --resume {self.dir}{env_id}")
-
-
-def say(text):
-    with contextlib.suppress(OSError):  # stdout may be closed, as by `| head`
-        print(text, flush=True)
+        finished = self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps
+        word = "evaluate" if finished else "resume"
+        if (self.dir / "checkpoint.pt").exists():
+            print(f"to {word}: python {script} --{word} {self.dir}{env_id}")
 
 
 def find_run(name, runs_dir="runs"):
@@ -849,16 +843,12 @@ def find_run(name, runs_dir="runs"):
     paths = [path for path in paths if path.with_name(Path(__file__).name).exists()]
     if not paths:
         raise UsageError(f"no run of {Path(__file__).name} in {runs_dir}: name a run folder, or add --runs-dir")
-    return max(paths, key=lambda path: path.stat().st_mtime).parent
+    return max(paths, key=os.path.getmtime).parent
 
 
 def load_checkpoint(run_dir):
     """The checkpoint, on the CPU. weights_only: loading runs no code."""
-    path = Path(run_dir, "checkpoint.pt")
-    with contextlib.suppress(Exception):  # a damaged file can raise anything
-        if zipfile.ZipFile(path).testzip() is None:  # all checksums are right
-            return torch.load(path, map_location="cpu", weights_only=True)
-    raise UsageError(f"{path} is missing or damaged, or contains more than tensors and plain values")
+    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
 
 
 def load_args(run_dir):
@@ -882,13 +872,13 @@ def export_actor(run_dir):
     example, rows = torch.zeros(2, len(agent.obs_rms.mean)), {0: torch.export.Dim("N", min=1)}
     program = torch.export.export(agent, (example,), dynamic_shapes=(rows,))
     torch.export.save(program, path.with_suffix(".pt2"))
-    say(path.with_suffix(".pt2"))
+    print(path.with_suffix(".pt2"))
     if importlib.util.find_spec("onnxscript"):
         names = {"input_names": ["observations"], "output_names": ["actions"]}
         torch.onnx.export(program, f=path.with_suffix(".onnx"), **names, external_data=False, verbose=False)
-        say(path.with_suffix(".onnx"))
+        print(path.with_suffix(".onnx"))
     else:
-        say("for actor.onnx: pip install onnx onnxscript")
+        print("for actor.onnx: pip install onnx onnxscript")
 
 
 @torch.no_grad()
@@ -913,25 +903,25 @@ def evaluate(agent, envs, seed, deterministic=True):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64]
-    and 1e6 for an integer."""
-    default, argv, flag = default or Args(), [], ""
+    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64] and
+    --total_timesteps=1e6."""
+    default, argv = default or Args(), []
     for word in words:
-        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        flag, _, value = word.partition("=")
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and not value.isdecimal():
-            with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+            word = f"{flag}={float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
-            argv += [flag] * bool(equals) + value.strip("[]").replace(",", " ").split()
+            argv += [flag, *value.strip("[]").replace(",", " ").split()]
             continue
         argv.append(word)
     return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
 
 
 def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a pipe or file gets each line at once
     sys.path.append(os.getcwd())  # for --env-id my_module:make_envs
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     one_of = parser.add_mutually_exclusive_group()

@@ -745,7 +745,7 @@ class Run:
         if self.iteration >= self.num_iterations:
             say(f"trained model: {self.dir}/actor; to evaluate: python {script} --evaluate {self.dir}{reward}")
         elif (self.dir / "checkpoint.pt").exists():
-            say(f"stopped; to continue: python {script} --resume {self.dir}{reward}")
+            say(f"to resume: python {script} --resume {self.dir}{reward}")
 
 
 def say(text):
@@ -791,16 +791,15 @@ def evaluate(run_dir, args):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Also takes what `wandb sweep` sends: --anneal_lr=True, and 1e6 for an integer."""
-    default, argv, flag = default or Args(), [], ""
+    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True and --total_episodes=1e4."""
+    default, argv = default or Args(), []
     for word in words:
-        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        flag, _, value = word.partition("=")
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and not value.isdecimal():
-            with contextlib.suppress(ValueError):  # not a number: tyro says so
-                word = word if float(value) % 1 else (f"{flag}=" if equals else "") + f"{float(value):.0f}"
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+            word = f"{flag}={float(value):.0f}"
         argv.append(word)
     return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
 
