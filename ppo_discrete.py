@@ -14,11 +14,11 @@
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are stored as they were normalized when the policy acted. The statistics change only between rollouts.
+2. Observations are normalized when the policy acts, and stored so. Their statistics change only between rollouts.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
-6. --target-kl: at the first minibatch whose KL exceeds 1.5 times the target, the update ends without a step, as in SB3.
+6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 The paper (Schulman et al. 2017) has none of items 1, 2, 3, 5 and 6. It also lacks normalized advantages, gradient
 clipping and orthogonal weights. --preset cleanrl turns 2 and 3 off.
 
@@ -68,7 +68,7 @@ class Args:  # the comments are what --help prints
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # save videos of --evaluate, or of ten extra training episodes, to RUN_DIR/videos
+    capture_video: bool = False  # save videos of --evaluate, or of ten evaluations during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -91,10 +91,10 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the change of the value too, as OpenAI's baselines does
+    clip_vloss: bool = False  # clip the change of the value since it was last computed, as OpenAI's baselines does
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: no clipping
+    max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
@@ -123,7 +123,7 @@ class RunningMeanStd(nn.Module):
         x = x.double().reshape(-1, *self.mean.shape)
         mean = x.mean(0)
         var = (x - mean).square().mean(0)
-        # Chan et al. 1979: the variance of all rows is that within both groups, plus that between their means.
+        # Chan et al. 1979: the variance within the two groups plus the variance between their means.
         new_share = len(x) / (self.count + len(x))
         old_share = 1 - new_share
         delta = mean - self.mean
@@ -269,8 +269,8 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). With the larger loss, clipping can remove the gain of a
-    # change of the policy, but never its cost.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping can hide that a change
+    # of the policy helps, but never that it harms.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -322,7 +322,7 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # New seeds after a resume, so that noise does not repeat. noise_seed also seeds the initial weights.
+        # global_step makes a resumed run draw new noise. noise_seed also seeds the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -346,7 +346,7 @@ def train(args=None, resume=None):
             return obs, action, log_prob, agent.to_env_action(action)
 
         def compute_gradient(*minibatch):
-            """tensors of ppo_loss (M, ...) -> its gradient as one vector, clipped to max_grad_norm, and metrics"""
+            """a minibatch -> gradient of ppo_loss as one vector, clipped to max_grad_norm, and metrics"""
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
@@ -369,7 +369,7 @@ def train(args=None, resume=None):
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
-        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
@@ -431,8 +431,8 @@ def train(args=None, resume=None):
                     break
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
-                if not (np.abs(x) < 1e15).all():  # also if one is NaN; its square would near the limit of float32
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: not saved in {run.dir}")
+                if not (np.abs(x) < 1e15).all():  # NaN too. Squares of larger numbers may not fit float32.
+                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -460,25 +460,25 @@ def check(args):
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
     if batch_size % args.num_minibatches:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}, as {divisors} do")
+        raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}: choose one of {divisors}")
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. If a number such as args.ent_coef changes, it compiles again. The ninth value
-    is an error. So a schedule needs a tensor. Write this after `run = ...`, so that checkpoints keep the plain number,
-        args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))
-    and in the loop `args.ent_coef.fill_(0.01 * remaining)`. It works with --no-compile too."""
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
+    fails at the ninth. So schedule a tensor. Write after `run = ...`, so that checkpoints keep the number,
+        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
+    and in the loop `args.ent_coef.fill_(first * remaining)`. It works with --no-compile too."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # fallback_random: the random numbers of eager mode. cpp_wrapper: C++ calls the kernels. vec_isa_ok: no self-test.
+    # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. Its reset also seeds the global generators, which some environments use. It drops
-    all infos but masks and the numbers at an episode's end: merging infos can cost more than the step itself."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
+    masks and the numbers in the infos of an episode's end, because merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -497,7 +497,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. The list keeps gymnasium from merging the numbers.
+        # Copy obs: the reset may overwrite it. In a list, gymnasium leaves the numbers as they are.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -510,8 +510,8 @@ def make_env(args, **kwargs):
     space, size = env.observation_space, 0
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
-    if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):
-        raise UsageError(f"{args.env_id}: {space} is no vector: wrap it (MiniGrid: ImgObsWrapper), or use ppo_atari.py")
+    if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):  # more than 1000: an image
+        raise UsageError(f"{args.env_id} has {space}: use variants/ppo_atari.py, or wrap it (MiniGrid: ImgObsWrapper)")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return VectorMember(env)
@@ -519,7 +519,7 @@ def make_env(args, **kwargs):
 
 def make_video_env(args):
     """One environment that draws. It draws once here, so that a missing driver is found before training."""
-    import torch._dynamo  # noqa: F401  loads Triton's LLVM: it would crash if Mesa's came first
+    import torch._dynamo  # noqa: F401  loads Triton's LLVM, which crashes if Mesa's is loaded first
 
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
@@ -539,11 +539,11 @@ def make_envs(args):
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
-    except (gym.error.Error, TypeError):
+    except (gym.error.Error, TypeError):  # none, or one without this mode
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = envs.envs[0].spec
     if len(envs.single_observation_space.shape or ()) != 1:
-        raise UsageError(f"{args.env_id} has {envs.single_observation_space}, no vector. Images: variants/ppo_atari.py")
+        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: use variants/ppo_atari.py")
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
@@ -575,7 +575,7 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.spec, self.total_steps = args, spec, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is free when this process ends, however it ends. is_singleton: this process may take it twice.
+        # Freed when the process ends, however it ends. is_singleton: one process may train, then resume.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -583,7 +583,7 @@ class Run:
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
         except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
-            raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
+            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
@@ -592,10 +592,9 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
-                saved = state.get(name, torch.empty(0))
-                if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
-                    raise UsageError(f"{name} differs from {self.dir}: keep --env-id and the sizes of layers")
+            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
+                if name.startswith("action_") and not state[name].equal(x.cpu()):
+                    raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
@@ -608,9 +607,9 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep chose another
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep assigns its own
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Logs after the checkpoint: purge_step hides them in TensorBoard, episodes.csv is cut below, W&B keeps them.
+        # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -654,7 +653,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
-        """Write checkpoint.pt if the interval has passed, or if forced. A kill leaves the old file or the new one."""
+        """Write checkpoint.pt if the interval has passed, or if forced. A kill while writing leaves the old file."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
@@ -721,7 +720,7 @@ def load_agent(run_dir):
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    devices = {x.device for x in agent.parameters() if x.is_cuda}  # a CPU run needs no working CUDA
+    devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
@@ -777,9 +776,9 @@ def main():
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
     if run_dir:
-        run_dir = find_run(run_dir, parse_args(words).runs_dir)
+        run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing it runs its code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

@@ -95,9 +95,9 @@ BAD = {
     "no such flag": ({"no_such_flag": 1}, None),
     "abbreviation": ({"num_env": 4}, None),
     "no such preset": ({"preset": "nobody"}, None),
-    "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64, as [1, 2, 4, 8,"),
+    "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64: choose one of [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
-    "observations are images": ({"env_id": "images/Last-v0"}, "or use ppo_atari.py"),
+    "observations are images": ({"env_id": "images/Last-v0"}, "uint8): use variants/ppo_atari.py"),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
 }
 WHOLE = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "Box(0, 9, (2,), int64)")}
@@ -111,8 +111,8 @@ BAD_FOR = {
         "wrong action space": ({"env_id": "Pendulum-v1"}, "use ppo_continuous.py"),
     },
     "ppo_rnn": {
-        "indivisible batch": ({"num_minibatches": 3}, "--num-minibatches must divide num_envs = 4, as [1, 2, 4] do"),
-        "columns that cannot be cut": ({"num_minibatches": 8, "num_steps": 32}, "num_envs = 4, as [1, 2, 4] do"),
+        "indivisible batch": ({"num_minibatches": 3}, "--num-minibatches must divide num_envs = 4: choose one of [1, 2, 4]"),
+        "columns that cannot be cut": ({"num_minibatches": 8, "num_steps": 32}, "num_envs = 4: choose one of [1, 2, 4]"),
         "no such cell": ({"cell": "rnn"}, None),
         **WHOLE,
     },
@@ -142,7 +142,7 @@ def test_numbers_that_fit_do_fit(script, main, tmp_path):
     """The smallest and the largest number that the line prints for --num-minibatches train."""
     flags = flags_of(**{"env_id": probe(script), "runs_dir": tmp_path, "num_minibatches": 5} | SMALL | {"num_envs": 6})
     refused = main(script, *flags, "--num-minibatches=5").stderr
-    numbers = re.findall(r"\d+", re.search(r"as \[(.*)\] do", refused)[1])
+    numbers = re.findall(r"\d+", re.search(r"choose one of \[(.*)\]", refused)[1])
     assert len(numbers) > 1 and "5" not in numbers
     for number in (numbers[0], numbers[-1]):
         assert main(script, *flags, f"--num-minibatches={number}").returncode == 0

@@ -242,7 +242,7 @@ def test_command_line(tmp_path, main):
         (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
         (["--unroll-length", "7"], "--unroll-length must divide --num-steps 10"),
         (["--recompute-targets"], "needs --unroll-length"),
-        (["--num-minibatches", "7"], "must divide 160 steps or unrolls, as [1, 2, 4, 5"),
+        (["--num-minibatches", "7"], "must divide 160 steps or unrolls: choose one of [1, 2, 4, 5"),
         (["--update", "google", "--timeouts", "auto"], "no --timeouts auto"),
         (["--update", "google", "--norm-adv", "rollout"], "no --norm-adv rollout"),
         (["--update", "google", "--env-id", "torch_envs:unbounded"], "--policy normal"),

@@ -103,7 +103,7 @@ def test_gsde_log_prob_is_that_of_the_noise_over_all_matrices():
     agent = shake(make_agent(with_recipes("ppo_continuous", "gsde")), 1.0)
     with torch.no_grad():
         agent.log_std += 0.5
-        agent.anneal_std(0.5)
+        agent.update_std(0.5)
         for obs in torch.randn(3, 1, 3):
             obs = obs.expand(20000, 3)
             actions = agent.explore(obs, torch.randn(20000, 64, 2))
@@ -183,7 +183,7 @@ def test_beta_policy_has_the_exact_density():
 def test_beta_policy_integrates_to_one_and_keeps_its_peak(remaining):
     module = with_recipes("ppo_continuous", "beta_policy")
     agent = shake(make_agent(module, low=[-2.0], high=[3.0], norm_obs=False), 1.0)
-    agent.anneal_std(remaining)
+    agent.update_std(remaining)
     grid = torch.linspace(-1 + 1e-6, 1 - 1e-6, 200001).unsqueeze(-1)
     env_action = agent.to_env_action(grid).squeeze(-1)
     assert env_action[0] == pytest.approx(-2, abs=1e-4) and env_action[-1] == pytest.approx(3, abs=1e-4)
@@ -196,7 +196,7 @@ def test_beta_policy_integrates_to_one_and_keeps_its_peak(remaining):
     assert agent.predict(np.ones(3))[0] == pytest.approx(env_action[density.argmax()].item(), abs=2e-3)
     peak, deviations = agent.predict(np.ones(3)), []
     for narrow in (remaining / 10, remaining / 20):  # half the deviation, the same peak
-        agent.anneal_std(narrow)
+        agent.update_std(narrow)
         np.testing.assert_allclose(agent.predict(np.ones(3)), peak, atol=1e-5)
         deviations.append(agent.get_distribution(torch.ones(3)).stddev.item())
     assert deviations[1] == pytest.approx(deviations[0] / 2, rel=0.05)

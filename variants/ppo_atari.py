@@ -20,7 +20,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 3. The policy learns from the sign of the rewards. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
-6. --target-kl: at the first minibatch whose KL exceeds 1.5 times the target, the update ends without a step, as in SB3.
+6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
    frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the policy, but the game continues and is
    logged whole. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
@@ -77,7 +77,7 @@ class Args:  # the comments are what --help prints
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # save videos of --evaluate, or of ten extra training episodes, to RUN_DIR/videos
+    capture_video: bool = False  # save videos of --evaluate, or of ten evaluations during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -98,10 +98,10 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the change of the value too, as OpenAI's baselines does
+    clip_vloss: bool = False  # clip the change of the value since it was last computed, as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    max_grad_norm: float = 0.5  # clip the norm of the whole gradient to this; 0: no clipping
+    max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
@@ -238,8 +238,8 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). With the larger loss, clipping can remove the gain of a
-    # change of the policy, but never its cost.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping can hide that a change
+    # of the policy helps, but never that it harms.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -317,7 +317,7 @@ def train(args=None, resume=None):
             return action, log_prob, agent.to_env_action(action)
 
         def compute_gradient(*minibatch):
-            """tensors of ppo_loss (M, ...) -> its gradient as one vector, and metrics"""
+            """a minibatch -> gradient of ppo_loss as one vector, and metrics"""
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
             return torch.cat([x.flatten() for x in gradients]), metrics
@@ -399,8 +399,8 @@ def train(args=None, resume=None):
                 if stop_update:
                     break
             for name, x in {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy()}.items():
-                if not (np.abs(x) < 1e15).all():  # also if one is NaN; its square would near the limit of float32
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: not saved in {run.dir}")
+                if not (np.abs(x) < 1e15).all():  # NaN too. Squares of larger numbers may not fit float32.
+                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -428,7 +428,7 @@ def check(args):
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
     if batch_size % args.num_minibatches:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}, as {divisors} do")
+        raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}: choose one of {divisors}")
 
 
 def start_device(args):
@@ -468,10 +468,10 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. If a number such as args.ent_coef changes, it compiles again. The ninth value
-    is an error. So a schedule needs a tensor. Write this after `run = ...`, so that checkpoints keep the plain number,
-        args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))
-    and in the loop `args.ent_coef.fill_(0.01 * remaining)`. It works with --no-compile too."""
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
+    fails at the ninth. So schedule a tensor. Write after `run = ...`, so that checkpoints keep the number,
+        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
+    and in the loop `args.ent_coef.fill_(first * remaining)`. It works with --no-compile too."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -482,8 +482,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. Its reset also seeds the global generators, which some environments use. It drops
-    all infos but masks and the numbers at an episode's end: merging infos can cost more than the step itself."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
+    masks and the numbers in the infos of an episode's end, because merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -502,7 +502,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. The list keeps gymnasium from merging the numbers.
+        # Copy obs: the reset may overwrite it. In a list, gymnasium leaves the numbers as they are.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -527,7 +527,7 @@ def make_env(args, **kwargs):
 
 def make_video_env(args):
     """One environment that draws. It draws once here, so that a missing driver is found before training."""
-    import torch._dynamo  # noqa: F401  loads Triton's LLVM: it would crash if Mesa's came first
+    import torch._dynamo  # noqa: F401  loads Triton's LLVM, which crashes if Mesa's is loaded first
 
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
@@ -591,7 +591,7 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is free when this process ends, however it ends. is_singleton: this process may take it twice.
+        # Freed when the process ends, however it ends. is_singleton: one process may train, then resume.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -599,7 +599,7 @@ class Run:
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
         except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
-            raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
+            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
@@ -608,10 +608,9 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in [*agent.named_buffers(), *agent.named_parameters()]:
-                saved = state.get(name, torch.empty(0))
-                if saved.shape != x.shape or (name.startswith("action_") and not saved.equal(x.cpu())):
-                    raise UsageError(f"{name} differs from {self.dir}: keep --env-id and the sizes of layers")
+            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
+                if name.startswith("action_") and not state[name].equal(x.cpu()):
+                    raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
@@ -626,9 +625,9 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep chose another
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep assigns its own
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Logs after the checkpoint: purge_step hides them in TensorBoard, episodes.csv is cut below, W&B keeps them.
+        # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -672,7 +671,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
-        """Write checkpoint.pt if the interval has passed, or if forced. A kill leaves the old file or the new one."""
+        """Write checkpoint.pt if the interval has passed, or if forced. A kill while writing leaves the old file."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk
@@ -739,7 +738,7 @@ def load_agent(run_dir):
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
     episodic_returns = np.zeros(episodes)
-    devices = {x.device for x in agent.parameters() if x.is_cuda}  # a CPU run needs no working CUDA
+    devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
@@ -791,9 +790,9 @@ def main():
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
     if run_dir:
-        run_dir = find_run(run_dir, parse_args(words).runs_dir)
+        run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing it runs its code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

@@ -544,7 +544,7 @@ def check(args):
     columns = batch_size // (args.unroll_length or 1)
     if columns % args.num_minibatches:
         divisors = [n for n in range(1, min(columns, 1000) + 1) if columns % n == 0]
-        raise UsageError(f"--num-minibatches must divide {columns} steps or unrolls, as {divisors} do")
+        raise UsageError(f"--num-minibatches must divide {columns} steps or unrolls: choose one of {divisors}")
     if args.anneal_lr and args.desired_kl is not None:
         raise UsageError("--anneal-lr and --desired-kl both set the learning rate: add --desired-kl None")
     if args.recompute_targets and (args.timeouts == "auto" or args.norm_adv == "rollout" or not args.unroll_length):
@@ -588,10 +588,10 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. If a number such as args.ent_coef changes, it compiles again. The ninth value
-    is an error. So a schedule needs a tensor. Write this after `run = ...`, so that checkpoints keep the plain number,
-        args = dataclasses.replace(args, ent_coef=torch.tensor(0.01, device=device))
-    and in the loop `args.ent_coef.fill_(0.01 * remaining)`. It works with --no-compile too."""
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
+    fails at the ninth. So schedule a tensor. Write after `run = ...`, so that checkpoints keep the number,
+        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
+    and in the loop `args.ent_coef.fill_(first * remaining)`. It works with --no-compile too."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -730,7 +730,7 @@ class Run:
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
         except OSError as error:
-            raise UsageError(f"{error}: choose another --runs-dir or --exp-name") from None
+            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
@@ -739,8 +739,8 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, array in agent.named_buffers():
-                if name.startswith("action_") and not torch.equal(state[name], array.cpu()):
+            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
+                if name.startswith("action_") and not state[name].equal(x.cpu()):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
@@ -886,7 +886,7 @@ def evaluate(agent, envs, seed, deterministic=True):
     """The return of each environment's first episode, (N,). The agent and its statistics do not change."""
     running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.action_low.device)
     episodic_returns = torch.zeros_like(running, dtype=torch.float32)
-    devices = {x.device for x in agent.parameters() if x.is_cuda}  # a CPU run needs no working CUDA
+    devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
@@ -932,7 +932,7 @@ def main():
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate or command.export
     if run_dir:
-        run_dir = find_run(run_dir, parse_args(words).runs_dir)
+        run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**UPDATES[command.update or "rsl_rl"]))
     if command.export:
         return export_actor(run_dir)
