@@ -111,8 +111,14 @@ BAD_FOR = {
         "wrong action space": ({"env_id": "Pendulum-v1"}, "use ppo_continuous.py"),
     },
     "ppo_rnn": {
-        "indivisible batch": ({"num_minibatches": 3}, "--num-minibatches must divide num_envs = 4: choose one of [1, 2, 4]"),
-        "columns that cannot be cut": ({"num_minibatches": 8, "num_steps": 32}, "num_envs = 4: choose one of [1, 2, 4]"),
+        "indivisible batch": (
+            {"num_minibatches": 3},
+            "must divide num_envs = 4: choose one of [1, 2, 4]",
+        ),
+        "columns that cannot be cut": (
+            {"num_minibatches": 8, "num_steps": 32},
+            "num_envs = 4: choose one of [1, 2, 4]",
+        ),
         "no such cell": ({"cell": "rnn"}, None),
         **WHOLE,
     },
