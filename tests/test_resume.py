@@ -273,5 +273,5 @@ def test_file_system_without_locks(script, small_args, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(FileLock, "acquire", acquire)
-    with pytest.raises(script.UsageError, match=r"(?i)no.*: choose another --runs-dir"):
+    with pytest.raises(script.UsageError, match=r"(?i)no.*: for a new run, choose another --runs-dir"):
         script.train(small_args())
