@@ -644,7 +644,7 @@ def make_env(args, **kwargs):
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
     if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):  # more than 1000: an image
-        raise UsageError(f"{args.env_id} has {space}: use variants/ppo_atari.py, or wrap it (MiniGrid: ImgObsWrapper)")
+        raise UsageError(f"{args.env_id} has {space}: wrap it (MiniGrid: ImgObsWrapper). Images: variants/ppo_atari.py")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return VectorMember(env)

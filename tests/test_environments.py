@@ -185,7 +185,7 @@ def test_observations_that_are_no_vector(script, tmp_path, main, space):
     """One line names the space and says what helps; nothing is made."""
     flags = flags_of(env_id=probe(script, "Space"), env_kwargs=json.dumps({"space": space}), runs_dir=tmp_path, **SMALL)
     refused = main(script, *flags)
-    assert_one_line(refused, f"{Space.SPACES[space]}: use variants/ppo_atari.py, or wrap it (MiniGrid: ImgObsWrapper)")
+    assert_one_line(refused, f"{Space.SPACES[space]}: wrap it (MiniGrid: ImgObsWrapper). Images: variants/ppo_atari.py")
     assert not list(tmp_path.iterdir())
 
 
