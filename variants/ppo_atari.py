@@ -12,21 +12,22 @@
     python variants/ppo_atari.py --preset cleanrl            # with the hyperparameters of CleanRL's ppo_atari.py
     python variants/ppo_atari.py --resume runs/NAME          # continue from the last checkpoint; or --resume latest
     python variants/ppo_atari.py --evaluate runs/NAME        # play with the trained agent; or --evaluate latest
-    torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, one GPU each
+    torchrun --nproc-per-node 2 variants/ppo_atari.py        # two processes (ranks) train one agent, a GPU each
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are uint8 images, stored as they are. Actor and critic share the Nature CNN.
-3. The policy learns from the sign of the rewards. Logged returns are raw.
+3. Actor and critic learn from the sign of the rewards. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
-   frame skip 4, 4 stacked grey frames of 84 x 84. A lost life terminates for the policy, but the game continues and is
-   logged whole. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
+   frame skip 4, 4 stacked grey frames of 84 x 84. A lost life sets terminations[t], but the game goes on. Logs count
+   whole games. Unlike in baselines, nothing presses FIRE after a lost life: the policy learns to. Sticky actions
+   (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
-The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl adds it. Points 1 and 5
-are neither in the paper (Schulman et al. 2017) nor in CleanRL.
+The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
+5 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
 Shapes: T = num_steps, N = num_envs / ranks, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
 K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
@@ -84,7 +85,7 @@ class Args:  # the comments are what --help prints
     # --- environment
     env_id: str = "ALE/Breakout-v5"  # a gymnasium id with discrete actions and uint8 images of at least 36 x 36 pixels
     env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"repeat_action_probability": 0.25}'
-    total_timesteps: int = 10_000_000  # environment steps of the run, rounded down to whole iterations
+    total_timesteps: int = 10_000_000  # steps of the run (in Atari of 4 frames each), rounded down to whole iterations
     num_envs: int = 8  # number of environments, over all ranks
     clip_reward: bool = True  # learn from the sign of the rewards
     # --- PPO
@@ -93,7 +94,7 @@ class Args:  # the comments are what --help prints
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
-    num_minibatches: int = 4  # minibatches per epoch; must divide num_envs * num_steps of a rank
+    num_minibatches: int = 4  # minibatches per epoch; must divide num_envs / ranks * num_steps
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
@@ -123,9 +124,9 @@ class NatureCNN(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.channels_last = shape[0] != min(shape)  # there are fewer channels than rows or columns
+        self.channels_last = shape[0] != min(shape)  # the smallest dimension is the channels
         channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
-        height, width = [(x - 28) // 8 for x in pixels]  # what the three convolutions leave; 1 for 36 pixels
+        height, width = [(x - 28) // 8 for x in pixels]  # after the three convolutions: 7 for 84, 1 for 36
         layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
@@ -287,7 +288,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # with more, any other busy process would slow this one down fourfold
+        torch.set_num_threads(1)  # more are faster on idle cores, but four times slower beside a busy process
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, envs.spec, num_iterations * T * args.num_envs, cleanup, resume, rank)
@@ -355,8 +356,8 @@ def train(args=None, resume=None):
                 episode_returns += reward
                 episode_lengths += 1
                 game_over = terminated | truncated
-                if "episode_frame_number" in infos:  # ALE, where a lost life terminates too
-                    game_over = infos["episode_frame_number"] < frame_numbers  # a new game restarts the count
+                if "episode_frame_number" in infos:  # ALE: terminated is also a lost life, a new game counts from 0
+                    game_over = infos["episode_frame_number"] < frame_numbers
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(game_over):
                     final_info = infos.get("final_info", {})
@@ -444,13 +445,13 @@ def start_device(args):
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    if args.num_envs % num_ranks or args.num_envs // num_ranks * args.num_steps % args.num_minibatches:
+    if args.num_envs % num_ranks or (args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
         raise UsageError(f"{num_ranks} processes cannot share --num-envs {args.num_envs} or their minibatches equally")
     return device, rank, num_ranks
 
 
 def average_over_ranks(gradient, metrics):
-    """The means over all ranks, in one message. `cat` copies, because a CUDA graph overwrites its outputs."""
+    """The means over all ranks, in one message. `cat` copies: the next run of a CUDA graph overwrites its outputs."""
     message = torch.cat([gradient, torch.stack(list(metrics.values()))])
     if dist.is_initialized():
         dist.all_reduce(message)
@@ -750,7 +751,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         for episode in range(episodes):
             obs, info = env.reset(seed=args.seed + episode)
             if "ALE/" in args.env_id and env.unwrapped.get_action_meanings()[1] == "FIRE":
-                obs, *_ = env.step(1)  # as ale-py's vector, whose FIRE takes 1 frame; here it is a step of 4
+                obs, *_ = env.step(1)  # FIRE, as in ale-py's vector, but for 4 frames in place of 1
             ended = False
             while not ended:
                 action = agent.predict(obs, args.eval_deterministic, info.get("action_mask"))
