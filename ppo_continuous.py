@@ -14,14 +14,14 @@
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are normalized when the policy acts, and stored so. Their statistics change only between rollouts.
+2. Observations are normalized when the policy acts and stored normalized. Their statistics change between rollouts.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 Items 1 to 4 and 6 are not in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights and four
 extras that --preset cleanrl turns off: staggered environments, recomputed advantages, a lower bound of the standard
-deviation (--log-std-min) and its decay to 0 (--anneal-std).
+deviation (--log-std-min) and the decay of the deviation to 0 (--anneal-std).
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
 E = number of truncations in a rollout.
@@ -93,7 +93,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = False  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the change of the value since it was last computed, as OpenAI's baselines does
+    clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
@@ -196,7 +196,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None):
         """obs (..., D), action (..., A) or None to sample one -> action (..., A) and log_prob, entropy, value (...)
 
-        Written out, because torch.distributions costs more time than these networks."""
+        The distribution is written out, because torch.distributions costs more time than these networks."""
         mean, log_std = self.get_mean_and_log_std(obs)
         if action is None:
             action = mean + log_std.exp() * torch.randn_like(mean)
@@ -507,7 +507,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. In a list, gymnasium leaves the numbers as they are.
+        # Copy obs: the reset may overwrite it. gymnasium does not merge what is in a list.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 
@@ -518,7 +518,7 @@ def make_env(args, **kwargs):
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
     if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):  # more than 1000: an image
-        raise UsageError(f"{args.env_id} has {space}: wrap it (MiniGrid: ImgObsWrapper). Images: variants/ppo_atari.py")
+        raise UsageError(f"{args.env_id} has {space}: wrap it (MiniGrid: ImgObsWrapper); see docs/your-environment.md")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return VectorMember(env)
@@ -550,7 +550,7 @@ def make_envs(args):
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
         envs.spec = envs.envs[0].spec
     if len(envs.single_observation_space.shape or ()) != 1:
-        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: use variants/ppo_atari.py")
+        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
     if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py")
     return envs
@@ -575,7 +575,7 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.spec, self.total_steps = args, spec, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # Freed when the process ends, however it ends. is_singleton: one process may train, then resume.
+        # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -593,7 +593,7 @@ class Run:
         args, state = self.args, self.checkpoint.get("agent")
         if state:
             for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
-                if name.startswith("action_") and not state[name].equal(x.cpu()):
+                if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
@@ -607,7 +607,7 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep assigns its own
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -621,7 +621,8 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}", "(compiling)" if args.compile else "")
+        compiling = ", compiling" if args.compile else ""
+        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}{compiling}", flush=True)
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
@@ -649,7 +650,7 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # without a bar: 20 lines
+            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s", flush=True)  # 20 lines
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
@@ -747,11 +748,11 @@ def parse_args(words, default=None):
     --total_timesteps=1e6."""
     default, argv = default or Args(), []
     for word in words:
-        flag, _, value = word.partition("=")
+        flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag, *value.strip("[]").replace(",", " ").split()]
@@ -761,7 +762,6 @@ def parse_args(words, default=None):
 
 
 def main():
-    sys.stdout.reconfigure(line_buffering=True)  # a pipe or file gets each line at once
     warnings.filterwarnings("ignore", ".*is out of date")  # published results use HalfCheetah-v4
     with contextlib.suppress(ImportError):  # mujoco 4 would print a deprecation warning for each of 100 HalfCheetahs
         import mujoco

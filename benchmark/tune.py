@@ -189,7 +189,8 @@ def main():
     def objective(trial):
         words = []
         for name, spec in space.items():
-            words += [f"--{name.replace('_', '-')}", *str(suggest(trial, name, spec)).split()]
+            flag, text = f"--{name.replace('_', '-')}", str(suggest(trial, name, spec))
+            words += [flag, *text.split()] if " " in text else [f"{flag}={text}"]
         settings = hashlib.sha1(" ".join(words).encode()).hexdigest()
         words += ["--exp-name", f"tune-{settings[:8]}"]  # the same when it is tried again
         scores = []  # of each seed

@@ -214,10 +214,10 @@ def flags_of(**args):
     return flags
 
 
-def start(script, runs_dir, environment=None, output=None, **args):
+def start(script, runs_dir, environment=None, **args):
     """The script's command line in a new process: start("ppo_rnn", tmp_path, num_envs=4)."""
     flags = [f"--runs-dir={runs_dir}", *flags_of(**args)]
-    return Started(run_main, script, flags, environment=environment, output=output)
+    return Started(run_main, script, flags, environment=environment)
 
 
 @pytest.fixture(autouse=True)

@@ -82,15 +82,12 @@ def kill_what_is_left():
 
 
 class Started:
-    """A new process that calls function(*arguments), with some methods of subprocess.Popen. What it prints goes to the
-    file `output`, by default one for `communicate`."""
+    """A new process that calls function(*arguments), with some methods of subprocess.Popen."""
 
-    def __init__(self, function, *arguments, environment=None, output=None):
+    def __init__(self, function, *arguments, environment=None):
         self.printed = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  as long as this object
         start_server()
-        self.process = FORKS.Process(
-            target=work, args=(function, arguments, environment or {}, output or self.printed.name)
-        )
+        self.process = FORKS.Process(target=work, args=(function, arguments, environment or {}, self.printed.name))
         self.process.start()
         self.pid = self.process.pid
         STARTED.append(self)

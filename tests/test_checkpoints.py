@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -45,6 +46,17 @@ def test_damaged_checkpoint(script, run_dir, main, damage):
         with pytest.raises((KeyError, TypeError, EOFError, OSError, RuntimeError, pickle.UnpicklingError)):
             main(script, flag, run_dir)
         assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
+
+
+def test_a_flipped_bit_is_found(run_dir):
+    """By the command of docs/running.md. The script itself would not notice."""
+    path = run_dir / "checkpoint.pt"
+    command = [sys.executable, "-m", "zipfile", "--test", path]
+    assert "corrupted" not in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    content = bytearray(path.read_bytes())
+    content[content.find(torch.load(path)["agent"]["critic.0.weight"].numpy().tobytes()) + 30] ^= 1
+    path.write_bytes(content)
+    assert "corrupted" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_missing_folder(script, tmp_path, main):

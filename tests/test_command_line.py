@@ -97,7 +97,7 @@ BAD = {
     "no such preset": ({"preset": "nobody"}, None),
     "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64: choose one of [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
-    "observations are images": ({"env_id": "images/Last-v0"}, "Images: variants/ppo_atari.py"),
+    "observations are images": ({"env_id": "images/Last-v0"}, "uint8): wrap it (MiniGrid: ImgObsWrapper)"),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
 }
 WHOLE = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "Box(0, 9, (2,), int64)")}

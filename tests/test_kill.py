@@ -1,4 +1,4 @@
-"""kill -9, Ctrl-C, another process in the same folder, closed output: nothing that was saved is lost."""
+"""kill -9, Ctrl-C, another process in the same folder: nothing that was saved is lost."""
 
 import itertools
 import os

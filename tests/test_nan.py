@@ -118,5 +118,5 @@ def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
     before = (run_dir / "checkpoint.pt").read_bytes()
     flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
     diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
-    assert_one_line(diverged, f"NaN or a number above 1e15 in the weights: not saved in {run_dir}")
+    assert_one_line(diverged, f"NaN or a number above 1e15 in the weights: stopped, not saved in {run_dir}")
     assert (run_dir / "checkpoint.pt").read_bytes() == before

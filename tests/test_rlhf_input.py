@@ -13,7 +13,7 @@ pytest_plugins = "rlhf_fixtures"
 def test_a_sweep_command_line():
     """As `wandb sweep` builds it."""
     line = "--track=False --kl_coef=0.1 --model=None --micro_batch_size=6 --batch_size=64.0"
-    args = ppo_rlhf.parse_args([*line.split(), "--total-episodes", "1e3", "--anneal_lr=False"])
+    args = ppo_rlhf.parse_args([*line.split(), "--total-episodes=1e3", "--anneal_lr=False"])
     assert (args.track, args.kl_coef, args.model, args.micro_batch_size) == (False, 0.1, None, 6)
     assert (args.batch_size, args.total_episodes, args.anneal_lr) == (64, 1000, False)
     assert ppo_rlhf.parse_args([]) == ppo_rlhf.Args()

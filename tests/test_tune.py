@@ -44,14 +44,12 @@ def test_sweeps(path):
         name: spec.get("values") or [spec[key] for key in ("value", "min", "max") if key in spec]
         for name, spec in specs.items()
     }
-    for form in ("args", "args_no_equals"):
-        for i in range(max(map(len, ends.values()))):
-            chosen = {name: values[min(i, len(values) - 1)] for name, values in ends.items()}
-            args = script.parse_args(
-                create_sweep_command_args({"args": {k: {"value": v} for k, v in chosen.items()}})[form]
-            )
-            assert {name: getattr(args, name) for name in chosen} == chosen
-            script.check(args)
+    for i in range(max(map(len, ends.values()))):
+        chosen = {name: values[min(i, len(values) - 1)] for name, values in ends.items()}
+        sent = create_sweep_command_args({"args": {name: {"value": value} for name, value in chosen.items()}})
+        args = script.parse_args(sent["args"])
+        assert {name: getattr(args, name) for name in chosen} == chosen
+        script.check(args)
     defaults = vars(script.Args())
     for name, spec in specs.items():
         if "values" in spec:

@@ -13,9 +13,9 @@ from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of,
 class Drawn(probes.Chain):
     """It can be drawn, as noise. It draws from the global generators too."""
 
-    metadata = {"render_modes": ["rgb_array", "human"], "render_fps": 30}  # noqa: RUF012
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
 
-    def __init__(self, discrete, render_mode=None, name=""):
+    def __init__(self, discrete, render_mode=None):
         super().__init__(discrete)
         self.render_mode = render_mode
 

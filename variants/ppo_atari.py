@@ -22,7 +22,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
-   frame skip 4, 4 stacked grey frames of 84 x 84. A lost life sets terminations[t], but the game goes on. Logs count
+   frame skip 4, 4 stacked grey frames of 84 x 84. A lost life counts as a termination, but the game goes on. Logs count
    whole games. Unlike in baselines, nothing presses FIRE after a lost life: the policy learns to. Sticky actions
    (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
@@ -99,7 +99,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the change of the value since it was last computed, as OpenAI's baselines does
+    clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
     max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
@@ -169,7 +169,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., *D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
-        Written out, because torch.distributions costs more time than these networks."""
+        The distribution is written out, because torch.distributions costs more time than these networks."""
         features = self.encoder(obs)
         log_probs = self.get_log_probs(features, action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
@@ -193,10 +193,10 @@ class Agent(nn.Module):
             rows = [action_mask] if obs.ndim == 3 else action_mask  # a row may be a tuple: a mask per dimension
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-3], -1)
-        if not deterministic:
-            action = self.get_action_and_value(obs, action_mask=action_mask)[0]
-        else:
+        if deterministic:
             action = torch.stack([x.argmax(-1) for x in self.get_log_probs(self.encoder(obs), action_mask)], -1)
+        else:
+            action = self.get_action_and_value(obs, action_mask=action_mask)[0]
         return self.to_env_action(action).cpu().numpy()[()]  # [()]: one Discrete action is a number, not an array
 
 
@@ -288,7 +288,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # more are faster on idle cores, but four times slower beside a busy process
+        torch.set_num_threads(1)  # two are 1.5 times as fast on idle cores, a third as fast beside a busy one
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, envs.spec, num_iterations * T * args.num_envs, cleanup, resume, rank)
@@ -356,7 +356,7 @@ def train(args=None, resume=None):
                 episode_returns += reward
                 episode_lengths += 1
                 game_over = terminated | truncated
-                if "episode_frame_number" in infos:  # ALE: terminated is also a lost life, a new game counts from 0
+                if "episode_frame_number" in infos:  # in ALE a lost life terminates too; a new game counts from 0
                     game_over = infos["episode_frame_number"] < frame_numbers
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(game_over):
@@ -503,7 +503,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. In a list, gymnasium leaves the numbers as they are.
+        # Copy obs: the reset may overwrite it. gymnasium does not merge what is in a list.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -592,7 +592,7 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # Freed when the process ends, however it ends. is_singleton: one process may train, then resume.
+        # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -610,7 +610,7 @@ class Run:
         args, state = self.args, self.checkpoint.get("agent")
         if state:
             for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
-                if name.startswith("action_") and not state[name].equal(x.cpu()):
+                if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
@@ -626,7 +626,7 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep assigns its own
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -640,7 +640,8 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}", "(compiling)" if args.compile else "")
+        compiling = ", compiling" if args.compile else ""
+        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}{compiling}", flush=True)
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
@@ -668,7 +669,7 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # without a bar: 20 lines
+            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s", flush=True)  # 20 lines
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
@@ -766,11 +767,11 @@ def parse_args(words, default=None):
     --total_timesteps=1e6."""
     default, argv = default or Args(), []
     for word in words:
-        flag, _, value = word.partition("=")
+        flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag, *value.strip("[]").replace(",", " ").split()]
@@ -780,7 +781,6 @@ def parse_args(words, default=None):
 
 
 def main():
-    sys.stdout.reconfigure(line_buffering=True)  # a pipe or file gets each line at once
     warnings.filterwarnings("ignore", r"\s*Online softmax")  # of torch.compile on CUDA, which users cannot act on
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -740,7 +740,7 @@ class Run:
         args, state = self.args, self.checkpoint.get("agent")
         if state:
             for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
-                if name.startswith("action_") and not state[name].equal(x.cpu()):
+                if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
@@ -771,7 +771,8 @@ class Run:
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
         self.last_log = self.last_save = time.monotonic()
-        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}", "(compiling)" if args.compile else "")
+        compiling = ", compiling" if args.compile else ""
+        print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}{compiling}", flush=True)
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
@@ -797,7 +798,7 @@ class Run:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(global_step - self.global_step)
         if self.bar.disable and global_step * 20 // self.total_steps > self.global_step * 20 // self.total_steps:
-            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s")  # 20 lines, no bar
+            print(f"step {global_step:>10,}   {text}   {scalars['charts/SPS']:,.0f} steps/s", flush=True)  # 20 lines
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
@@ -907,11 +908,11 @@ def parse_args(words, default=None):
     --total_timesteps=1e6."""
     default, argv = default or Args(), []
     for word in words:
-        flag, _, value = word.partition("=")
+        flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
         elif isinstance(current, tuple) and value.startswith("["):
             argv += [flag, *value.strip("[]").replace(",", " ").split()]
@@ -921,7 +922,6 @@ def parse_args(words, default=None):
 
 
 def main():
-    sys.stdout.reconfigure(line_buffering=True)  # a pipe or file gets each line at once
     sys.path.append(os.getcwd())  # for --env-id my_module:make_envs
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     one_of = parser.add_mutually_exclusive_group()

@@ -794,11 +794,11 @@ def parse_args(words, default=None):
     """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True and --total_episodes=1e4."""
     default, argv = default or Args(), []
     for word in words:
-        flag, _, value = word.partition("=")
+        flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
         current = getattr(default, flag[2:].replace("-", "_"), None)
         if isinstance(current, bool) and value in ("True", "False"):
             word = flag if value == "True" else f"--no-{flag[2:]}"
-        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+(\.\d+)?e\+?\d+", value):
+        elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
         argv.append(word)
     return tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n\nWhere")[0])
