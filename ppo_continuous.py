@@ -330,7 +330,7 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # more would not help such small networks
         envs = make_envs(args)
         cleanup.callback(envs.close)
-        run = Run(args, envs.spec, num_iterations * B, cleanup, resume)
+        run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
         # global_step makes a resumed run draw new noise. noise_seed also seeds the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
@@ -524,25 +524,9 @@ def make_env(args, **kwargs):
     return VectorMember(env)
 
 
-def make_video_env(args):
-    """One environment that draws. It draws once here, so that a missing driver is found before training."""
-    import torch._dynamo  # noqa: F401  loads Triton's LLVM, which crashes if Mesa's is loaded first
-
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
-    if "rgb_array" not in make_env(args).metadata.get("render_modes", []):
-        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
-    env = make_env(args, render_mode="rgb_array")
-    env.reset()
-    env.render()
-    return env
-
-
 def make_envs(args):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    if args.capture_video:
-        make_video_env(args).close()  # if it cannot draw, say so before training
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
@@ -571,19 +555,17 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar."""
 
-    def __init__(self, args, spec, total_steps, cleanup, resume=None):
+    def __init__(self, args, total_steps, cleanup, resume=None):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
-        self.args, self.spec, self.total_steps = args, spec, total_steps
+        self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
         # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
+        self.dir.mkdir(parents=True, exist_ok=True)
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
-            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
@@ -628,8 +610,7 @@ class Run:
     def log(self, global_step, episodes, scalars):
         """Log one point per metric. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
-        now, limit = time.monotonic(), self.spec.max_episode_steps
-        text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
+        now, text = time.monotonic(), "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
             self.recent_returns.append(float(x["return"]))
@@ -725,10 +706,8 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
-        env = make_video_env(args) if video_dir else make_env(args)
-        if (env.spec.max_episode_steps or math.inf) > 30_000:  # else a good policy might never end an episode
-            print("episodes are cut after 30,000 steps")
-            env = gym.wrappers.TimeLimit(env, 30_000)
+        env = make_env(args, render_mode="rgb_array") if video_dir else make_env(args)
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video

@@ -1,13 +1,11 @@
 """--capture-video."""
 
-import os
 import random
 
 import numpy as np
 import probes
-import pytest
 import torch
-from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of, probe
+from conftest import ONE, assert_same_learner, probe
 
 
 class Drawn(probes.Chain):
@@ -20,7 +18,7 @@ class Drawn(probes.Chain):
         self.render_mode = render_mode
 
     def render(self):
-        Drawn.gl, _ = os.environ.get("MUJOCO_GL"), (random.random(), np.random.rand(), torch.rand(1))
+        random.random(), np.random.rand(), torch.rand(1)
         return np.random.default_rng(self.state).integers(0, 256, (64, 64, 3), np.uint8)
 
 
@@ -34,12 +32,6 @@ class Noisy(probes.Target):
         self.render_mode, self.state = render_mode, 0
 
 
-class NoDriver(Drawn):
-    def render(self):
-        raise AttributeError("'NoneType' object has no attribute 'eglQueryString'")
-
-
-probes.register("NoDriver", NoDriver)
 probes.register("Noise", Drawn)
 probes.register("Noisy", Noisy)
 
@@ -74,21 +66,6 @@ def test_videos_in_wandb(script, small_args, offline_wandb):
     assert {path.name for path in uploaded} == {path.name for path in (run_dir / "videos").glob("*.mp4")} != set()
 
 
-def test_environment_that_cannot_be_drawn(script, tmp_path, main):
-    """Refused in one line, before anything is trained."""
-    flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
-    assert_one_line(main(script, *flags), f"{probe(script)} cannot record videos")
-    assert not list(tmp_path.iterdir())
-
-
-def test_missing_driver(script, tmp_path, main):
-    """The driver's own error, before anything is trained."""
-    flags = flags_of(env_id=probe(script, "NoDriver"), runs_dir=tmp_path, capture_video=True, **SMALL)
-    with pytest.raises(AttributeError, match="eglQueryString"):
-        main(script, *flags)
-    assert not list(tmp_path.iterdir())
-
-
 def test_evaluation_leaves_random_numbers_as_they_were(script, run_dir):
     """Python's, numpy's and torch's, with a video and without: an experiment may draw from them."""
     args, agent = script.load_args(run_dir), script.load_agent(run_dir)
@@ -102,18 +79,3 @@ def test_evaluation_leaves_random_numbers_as_they_were(script, run_dir):
         before = states()
         script.evaluate(agent, args, 2, video_dir)
         assert states() == before
-
-
-@ONE
-@pytest.mark.parametrize("given, display, used", [(None, None, "egl"), ("osmesa", None, "osmesa"), (None, ":0", None)])
-def test_mujoco_without_a_display(script, run_dir, monkeypatch, given, display, used):
-    """On Linux it draws by EGL there, unless MUJOCO_GL says something else."""
-    for name, value in {"MUJOCO_GL": given, "DISPLAY": display}.items():
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
-    monkeypatch.setattr("sys.platform", "linux")
-    args, agent = script.load_args(run_dir), script.load_agent(run_dir)
-    args.env_id = probe(script, "Noisy")
-    script.evaluate(agent, args, 1, run_dir / "videos")
-    assert Drawn.gl == used

@@ -291,7 +291,7 @@ def train(args=None, resume=None):
         torch.set_num_threads(1)  # two are 1.5 times as fast on idle cores, a third as fast beside a busy one
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
-        run = Run(args, envs.spec, num_iterations * T * args.num_envs, cleanup, resume, rank)
+        run = Run(args, num_iterations * T * args.num_envs, cleanup, resume, rank)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -526,25 +526,9 @@ def make_env(args, **kwargs):
     return env
 
 
-def make_video_env(args):
-    """One environment that draws. It draws once here, so that a missing driver is found before training."""
-    import torch._dynamo  # noqa: F401  loads Triton's LLVM, which crashes if Mesa's is loaded first
-
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # how MuJoCo draws without a display
-    if "rgb_array" not in make_env(args).metadata.get("render_modes", []):
-        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
-    env = make_env(args, render_mode="rgb_array")
-    env.reset()
-    env.render()
-    return env
-
-
 def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    if args.capture_video:
-        make_video_env(args).close()  # if it cannot draw, say so before training
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
@@ -555,7 +539,6 @@ def make_envs(args, num_envs):
         if "ALE/" in args.env_id and isinstance(error, TypeError):
             raise UsageError(f"--env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * num_envs, **options)
-        envs.spec = envs.envs[0].spec
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
@@ -583,9 +566,9 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
     wandb and the progress bar. Rank 0 writes for all ranks: elsewhere log, save and close do nothing."""
 
-    def __init__(self, args, spec, total_steps, cleanup, resume=None, rank=0):
+    def __init__(self, args, total_steps, cleanup, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
-        self.args, self.spec, self.total_steps = args, spec, total_steps
+        self.args, self.total_steps = args, total_steps
         if rank > 0:
             self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
@@ -594,13 +577,11 @@ class Run:
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
         # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
+        self.dir.mkdir(parents=True, exist_ok=True)
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
-            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
@@ -647,8 +628,7 @@ class Run:
     def log(self, global_step, episodes, scalars):
         """Log one point per metric. episodes: dicts of step, return, length and info (numbers by name)
         scalars: {name: number or tensor ()}"""
-        now, limit = time.monotonic(), self.spec.max_episode_steps
-        text = f"first return by step {limit * self.args.num_envs:,}" if limit else "no whole episode yet"
+        now, text = time.monotonic(), "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
             self.recent_returns.append(float(x["return"]))
@@ -744,7 +724,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
-        env = make_video_env(args) if video_dir else make_env(args)
+        env = make_env(args, render_mode="rgb_array") if video_dir else make_env(args)
         env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
