@@ -62,7 +62,7 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
+    seed: int = 1  # random seed; on a CPU, equal seeds give equal runs, to the bit, unless resumed
     device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
     compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
@@ -222,7 +222,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
     discounted_returns (N,) holds G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended (T, N) is
-    True. It and return_rms change in place. No mean is subtracted."""
+    True, and changes in place, as return_rms does. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
@@ -269,8 +269,8 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping can hide that a change
-    # of the policy helps, but never that it harms.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping limits what a
+    # change of the policy can gain, never what it can lose.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -324,7 +324,7 @@ def train(args=None, resume=None):
         global_step = run.global_step  # above 0 after --resume
         # global_step makes a resumed run draw new noise. noise_seed also seeds the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
+        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -558,7 +558,7 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
+        # The lock is freed when the process ends, however it ends. is_singleton: this process may lock it again.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         self.dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -573,7 +573,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
+            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, but not the bounds
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)

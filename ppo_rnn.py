@@ -22,9 +22,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Actor and critic share the memory. Its state carries over between rollouts, and is zero when an episode starts. The
    critic values the final observation of a truncated episode with the last state of that episode.
-8. A minibatch contains all T steps of n environments. The update replays the steps in order. It begins with the state
-   that was stored at the start of the rollout. The gradient reaches back to the start of the episode, but not beyond
-   the rollout.
+8. A minibatch contains all T steps of n environments. The update replays them in order, from the state stored at the
+   rollout's start. The gradient stops at the start of the episode or of the rollout.
 The paper (Schulman et al. 2017) has none of these items. It also lacks normalized and recomputed advantages, gradient
 clipping and orthogonal weights. --preset cleanrl turns off items 2 and 3 and the recomputation.
 
@@ -33,7 +32,7 @@ critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dim
 (Discrete) or K (Box, which has no masks). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
-episode_starts[t]: the state is zeroed before obs[t]. It is False at t = 0: first_state contains the zeros already.
+episode_starts[t]: an episode starts at obs[t]. Row 0 is False, because first_state is zeroed already.
 """
 
 import argparse
@@ -72,7 +71,7 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
+    seed: int = 1  # random seed; on a CPU, equal seeds give equal runs, to the bit, unless resumed
     device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
     compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
@@ -91,7 +90,7 @@ class Args:  # the comments are what --help prints
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
     hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units per layer, in actor and critic each: --hidden-sizes 64 64
-    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, updates with lstm are several times faster
+    cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, lstm updates several times faster than gru
     hidden_size: int = 128  # units of the memory (H)
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation
     num_steps: int = 128  # steps of each environment per iteration (T)
@@ -107,7 +106,7 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
-    max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
+    max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
@@ -160,8 +159,8 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is a row of S numbers: the hidden state (GRU, S = H), or hidden and
-    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts. Another memory needs the same
-    state_size, step and replay."""
+    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts. To replace it, write a class
+    with state_size, step and replay."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -173,7 +172,7 @@ class Memory(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
-        # `replay` calls this with the cell's weights. In a list, so that state_dict does not contain it.
+        # `replay` calls it with the cell's weights. The list hides it from state_dict.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -190,16 +189,16 @@ class Memory(nn.Module):
 
         The kernel cannot zero a state in the middle of a sequence. So a reset row is inserted before each start. With
         starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An extra input is 1 in
-        reset rows and 0 in all others. Its weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, and so is its
-        gradient. With -inf, the other rows would be NaN (0 * -inf)."""
+        reset rows and 0 in all others. That input's weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, and so
+        is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
         columns = torch.arange(n, device=obs.device)
         x = obs.new_zeros(int(rows[-1].max()) + 1, n, obs.shape[-1] + 1)
-        x[..., -1] = 1.0  # all rows reset, except those filled next; unused rows at the end are never read
+        x[..., -1] = 1.0  # first make every row a reset row; rows left over at the end are not read
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
-        # Clones, because cuDNN moves the weights that it gets, and the parameters must remain in flat_parameters.
+        # cuDNN moves the weights that it gets, but the parameters must stay in flat_parameters. So it gets clones.
         weight_ih, weight_hh, bias_ih, bias_hh = (weight.clone() for weight in self.cell.parameters())
         closed = bias_ih.new_full((self.hidden_size,), -1e9)
         if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
@@ -207,7 +206,7 @@ class Memory(nn.Module):
             reset_weights = [closed, closed, zeros, zeros]  # order: input, forget, candidate, output
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
         else:  # hidden = update * hidden + (1 - update) * candidate
-            # Order: reset, update, candidate. The last block cancels the candidate's bias: tanh(0) remains.
+            # Order: reset, update, candidate. The last block cancels the candidate's bias: tanh(0) is 0.
             reset_weights = [closed, closed, -bias_ih[2 * self.hidden_size :]]
             state = state.unsqueeze(0).contiguous()
         weight_ih = torch.cat([weight_ih, torch.cat(reset_weights).unsqueeze(1)], 1)
@@ -253,7 +252,7 @@ class Agent(nn.Module):
         return self.critic(features).squeeze(-1)
 
     def get_log_probs(self, features, action_mask=None):
-        """features (..., H), action_mask (..., A) bool, None allows all -> K log-probabilities (..., size)"""
+        """features (..., H), action_mask (..., A) bool, or None (all allowed) -> K log-probabilities (..., size)"""
         logits = self.actor(features)
         if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
@@ -281,8 +280,8 @@ class Agent(nn.Module):
         return action, log_prob, entropy, self.get_value(features)
 
     def to_env_action(self, action):
-        """(..., K) -> (..., *shape of the action space). Discrete: counted from the space's start, not from 0. Box: in
-        units of the bounds -> between the bounds."""
+        """(..., K) -> (..., *shape of the action space). Discrete: adds the space's start. Box: maps -1 and 1
+        to the bounds, then clips."""
         if self.is_discrete:
             action = action.reshape(action.shape[:-1] + self.action_start.shape)
             return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
@@ -294,8 +293,8 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
-        """Raw observation(s), flat, (D,) or (N, D), the state from the last call, None at the start of an episode,
-        mask(s) (A,) or (N, A) -> action(s) for the environment, numpy, and the next state"""
+        """raw_obs, flat, (D,) or (N, D), the state from the last call (None at an episode's start) and mask(s), (A,) or
+        (N, A) -> action(s) for the environment, numpy, and the next state"""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
@@ -322,7 +321,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
     discounted_returns (N,) holds G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended (T, N) is
-    True. It and return_rms change in place. No mean is subtracted."""
+    True, and changes in place, as return_rms does. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
@@ -354,7 +353,7 @@ def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, fina
     estimate_advantages reads them in place of observations.
 
     all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) is the state before the rollout, final_states (E, S)
-    are those after the last steps of the truncated episodes. They are not recomputed when the weights change."""
+    are those after the last steps of the truncated episodes. Neither is recomputed when the weights change."""
     features = memory.replay(all_obs, episode_starts, first_state)
     return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
 
@@ -380,8 +379,8 @@ def ppo_loss(agent, args, mb_features, mb_actions, mb_masks, mb_log_probs, mb_va
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping can hide that a change
-    # of the policy helps, but never that it harms.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping limits what a
+    # change of the policy can gain, never what it can lose.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -436,7 +435,7 @@ def train(args=None, resume=None):
         global_step = run.global_step  # above 0 after --resume
         # global_step makes a resumed run draw new noise. noise_seed also seeds the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment n gets env_seed + n
+        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -546,6 +545,7 @@ def train(args=None, resume=None):
                 if epoch > 0 and args.recompute_advantages:
                     features = replay_rollout(agent.memory, *rollout)
                     values, advantages, returns = estimate_advantages(agent, *features, *gae_args)
+                # episode_starts and obs, then what ppo_loss takes, in its order
                 tensors = (episode_starts[:T], obs, actions, action_masks, log_probs, values, advantages, returns)
                 for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # n whole environments
                     minibatch = [x[:, columns] for x in tensors]  # (T, n, ...)
@@ -692,7 +692,7 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
+        # The lock is freed when the process ends, however it ends. is_singleton: this process may lock it again.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         self.dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -707,7 +707,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
+            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, but not the bounds
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)

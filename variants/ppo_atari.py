@@ -71,7 +71,7 @@ class Args:  # the comments are what --help prints
     # --- run
     exp_name: str = Path(__file__).stem  # part of the run folder's name, RUNS_DIR/ENV_ID__EXP_NAME__SEED__TIME
     runs_dir: str = "runs"  # where run folders are made
-    seed: int = 1  # random seed; on a CPU, an uninterrupted run repeats bit for bit
+    seed: int = 1  # random seed; on a CPU, equal seeds give equal runs, to the bit, unless resumed
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if there is one
     compile: bool = True  # torch.compile, which needs a C++ compiler: 20 s at the start, then a fifth faster on a CPU
@@ -239,8 +239,8 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
 
     if args.norm_adv and mb_advantages.numel() > 1:  # one sample has no standard deviation
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping can hide that a change
-    # of the policy helps, but never that it harms.
+    # Clipped surrogate objective (Schulman et al. 2017, eq. 7). The larger loss counts: clipping limits what a
+    # change of the policy can gain, never what it can lose.
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
 
@@ -295,7 +295,7 @@ def train(args=None, resume=None):
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # environment n gets env_seed + n
+        next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -575,7 +575,7 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is freed when the process ends, however it ends. is_singleton: one process may train, then resume.
+        # The lock is freed when the process ends, however it ends. is_singleton: this process may lock it again.
         self.lock = FileLock(self.dir / "lock", is_singleton=True)
         self.dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -590,7 +590,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, and would overwrite the bounds
+            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, but not the bounds
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
