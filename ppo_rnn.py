@@ -458,11 +458,11 @@ def train(args=None, resume=None):
             action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
             return obs, action, log_prob, agent.to_env_action(action), state
 
-        def compute_gradient(mb_state, mb_starts, mb_obs, *minibatch):
+        def compute_gradient(mb_state, mb_starts, mb_obs, *loss_inputs):
             """state (n, S), tensors (T, n, ...) -> the gradient of ppo_loss as one vector, clipped to max_grad_norm,
             and metrics. The replay is not compiled: its number of rows differs between minibatches."""
             features = agent.memory.replay(mb_obs, mb_starts, mb_state)
-            loss, metrics = loss_function(agent, args, features, *minibatch)
+            loss, metrics = loss_function(agent, args, features, *loss_inputs)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
             if args.max_grad_norm > 0:  # as clip_grad_norm_; a float64 norm cannot overflow
@@ -545,7 +545,6 @@ def train(args=None, resume=None):
                 if epoch > 0 and args.recompute_advantages:
                     features = replay_rollout(agent.memory, *rollout)
                     values, advantages, returns = estimate_advantages(agent, *features, *gae_args)
-                # episode_starts and obs, then what ppo_loss takes, in its order
                 tensors = (episode_starts[:T], obs, actions, action_masks, log_probs, values, advantages, returns)
                 for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # n whole environments
                     minibatch = [x[:, columns] for x in tensors]  # (T, n, ...)
