@@ -41,7 +41,6 @@ import sys
 import time
 import warnings
 from collections import deque
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -50,7 +49,6 @@ import torch
 import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -331,8 +329,8 @@ def train(args=None, resume=None):
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
         # Make all parameters views of one vector, for a faster Adam. A module added below this line would not train.
         parameters = list(agent.parameters())
-        flat_parameters = parameters_to_vector(parameters).detach()
-        vector_to_parameters(flat_parameters, parameters)
+        flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
+        nn.utils.vector_to_parameters(flat_parameters, parameters)
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         run.start(agent, optimizer)
         cleanup.callback(run.close)
@@ -524,7 +522,7 @@ def make_envs(args):
     try:  # the environment's own vector, if it has one with this mode: native code is faster
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):  # none, or one without this mode
-        envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * args.num_envs, **options)
+        envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * args.num_envs, **options)
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
     if isinstance(envs.single_action_space, gym.spaces.Box):
@@ -551,21 +549,17 @@ def read_masks(infos, sizes):
 
 
 class Run:
-    """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
-    wandb and the progress bar."""
+    """A run's folder (args.json, script, TensorBoard, episodes.csv, checkpoint.pt), W&B and the progress bar."""
 
     def __init__(self, args, total_steps, cleanup, resume=None):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is freed when the process ends, however it ends. is_singleton: this process may lock it again.
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         self.dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock.acquire(timeout=0)
+        try:  # the lock is freed when `train` or the process ends, however it ends
+            cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
 
@@ -607,8 +601,7 @@ class Run:
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
-        """Log one point per metric. episodes: dicts of step, return, length and info (numbers by name)
-        scalars: {name: number or tensor ()}"""
+        """Log an iteration. episodes: dicts of step, return, length, info. scalars: {name: number or tensor ()}"""
         now, text = time.monotonic(), "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
@@ -712,18 +705,16 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.enter_context(env)  # closes it, which writes the last video
         for episode in range(episodes):
             obs, info = env.reset(seed=args.seed + episode)
-            ended = False
-            while not ended:
+            terminated = truncated = False
+            while not (terminated or truncated):
                 action = agent.predict(obs, args.eval_deterministic, info.get("action_mask"))
                 obs, reward, terminated, truncated, info = env.step(action)
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
     return episodic_returns
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64] and
-    --total_timesteps=1e6."""
+    """Command line -> Args. Takes `wandb sweep`'s forms too: --anneal_lr=True, --hidden_sizes=[64, 64], --seed=1e6"""
     default, argv = default or Args(), []
     for word in words:
         flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)

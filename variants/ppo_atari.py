@@ -48,7 +48,6 @@ import sys
 import time
 import warnings
 from collections import deque
-from functools import partial
 from pathlib import Path
 
 import ale_py
@@ -59,7 +58,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from filelock import FileLock, Timeout
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -302,8 +300,8 @@ def train(args=None, resume=None):
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
         # Make all parameters views of one vector, for a faster Adam. A module added below this line would not train.
         parameters = list(agent.parameters())
-        flat_parameters = parameters_to_vector(parameters).detach()
-        vector_to_parameters(flat_parameters, parameters)
+        flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
+        nn.utils.vector_to_parameters(flat_parameters, parameters)
         if num_ranks > 1:
             dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
@@ -538,7 +536,7 @@ def make_envs(args, num_envs):
     except (gym.error.Error, TypeError) as error:
         if "ALE/" in args.env_id and isinstance(error, TypeError):
             raise UsageError(f"--env-kwargs {args.env_kwargs}: {error}") from error
-        envs = gym.vector.SyncVectorEnv([partial(make_env, args)] * num_envs, **options)
+        envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
     return envs
@@ -575,14 +573,11 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        # The lock is freed when the process ends, however it ends. is_singleton: this process may lock it again.
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)
         self.dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock.acquire(timeout=0)
+        try:  # the lock is freed when `train` or the process ends, however it ends
+            cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
 
@@ -626,8 +621,7 @@ class Run:
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
-        """Log one point per metric. episodes: dicts of step, return, length and info (numbers by name)
-        scalars: {name: number or tensor ()}"""
+        """Log an iteration. episodes: dicts of step, return, length, info. scalars: {name: number or tensor ()}"""
         now, text = time.monotonic(), "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
@@ -733,18 +727,16 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
             obs, info = env.reset(seed=args.seed + episode)
             if "ALE/" in args.env_id and env.unwrapped.get_action_meanings()[1] == "FIRE":
                 obs, *_ = env.step(1)  # FIRE, as in ale-py's vector, but for 4 frames in place of 1
-            ended = False
-            while not ended:
+            terminated = truncated = False
+            while not (terminated or truncated):
                 action = agent.predict(obs, args.eval_deterministic, info.get("action_mask"))
                 obs, reward, terminated, truncated, info = env.step(action)
                 episodic_returns[episode] += reward
-                ended = terminated or truncated
     return episodic_returns
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64] and
-    --total_timesteps=1e6."""
+    """Command line -> Args. Takes `wandb sweep`'s forms too: --anneal_lr=True, --hidden_sizes=[64, 64], --seed=1e6"""
     default, argv = default or Args(), []
     for word in words:
         flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)

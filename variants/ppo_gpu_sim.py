@@ -904,8 +904,7 @@ def evaluate(agent, envs, seed, deterministic=True):
 
 
 def parse_args(words, default=None):
-    """Command line -> Args. Translates what `wandb sweep` sends: --anneal_lr=True, --hidden_sizes=[64, 64] and
-    --total_timesteps=1e6."""
+    """Command line -> Args. Takes `wandb sweep`'s forms too: --anneal_lr=True, --hidden_sizes=[64, 64], --seed=1e6"""
     default, argv = default or Args(), []
     for word in words:
         flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
