@@ -525,6 +525,8 @@ def make_env(args, **kwargs):
 def make_envs(args):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
+    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
+        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
         envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
@@ -555,11 +557,13 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        self.dir.mkdir(parents=True, exist_ok=True)
         try:  # the lock is freed when `train` or the process ends, however it ends
+            self.dir.mkdir(parents=True, exist_ok=True)
             cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
+        except OSError as error:
+            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
 
@@ -699,7 +703,9 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_env(args, render_mode="rgb_array") if video_dir else make_env(args)
-        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
+        if (env.spec.max_episode_steps or math.inf) > 30_000:  # else a good policy might never end an episode
+            print("episodes are cut after 30,000 steps")
+            env = gym.wrappers.TimeLimit(env, 30_000)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video

@@ -139,6 +139,11 @@ def test_bad_input(script, case, tmp_path, main):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_folder_that_cannot_be_made(script, tmp_path, main):
+    flags = flags_of(env_id=probe(script), runs_dir=tmp_path, exp_name="x" * 300, **SMALL)
+    assert_one_line(main(script, *flags), "choose another --runs-dir or --exp-name")
+
+
 def test_numbers_that_fit_do_fit(script, main, tmp_path):
     """The smallest and the largest number that the line prints for --num-minibatches train."""
     flags = flags_of(**{"env_id": probe(script), "runs_dir": tmp_path, "num_minibatches": 5} | SMALL | {"num_envs": 6})

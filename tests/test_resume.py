@@ -1,6 +1,7 @@
 """--resume: the run goes on as if nothing had been, with its arguments or others."""
 
 import dataclasses
+import errno
 import importlib
 import json
 import shutil
@@ -265,3 +266,15 @@ def test_a_run_that_could_not_begin_does_not_hold_its_folder(script, run_dir, mo
         script.train(dataclasses.replace(script.load_args(run_dir), track=True), run_dir)
     with FileLock(run_dir / "lock", timeout=0):
         assert failed.value.__traceback__ is not None
+
+
+@ONE
+def test_file_system_without_locks(script, small_args, monkeypatch):
+    """As NFS without its lock service. The line says what to type."""
+
+    def acquire(*_, **__):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(script.UsageError, match="No locks available: for a new run, choose another --runs-dir"):
+        script.train(small_args())

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import probes
 import torch
-from conftest import ONE, assert_same_learner, probe
+from conftest import ONE, SMALL, assert_one_line, assert_same_learner, flags_of, probe
 
 
 class Drawn(probes.Chain):
@@ -64,6 +64,13 @@ def test_videos_in_wandb(script, small_args, offline_wandb):
     _, run_dir = script.train(small_args(**changes))
     uploaded = run_dir.glob("wandb/offline-run-*/files/videos/*.mp4")
     assert {path.name for path in uploaded} == {path.name for path in (run_dir / "videos").glob("*.mp4")} != set()
+
+
+def test_environment_that_cannot_be_drawn(script, tmp_path, main):
+    """Refused in one line, before anything is trained."""
+    flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
+    assert_one_line(main(script, *flags), f"{probe(script)} cannot record videos")
+    assert not list(tmp_path.iterdir())
 
 
 def test_evaluation_leaves_random_numbers_as_they_were(script, run_dir):

@@ -527,6 +527,8 @@ def make_env(args, **kwargs):
 def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
+    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
+        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
@@ -573,11 +575,13 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        self.dir.mkdir(parents=True, exist_ok=True)
         try:  # the lock is freed when `train` or the process ends, however it ends
+            self.dir.mkdir(parents=True, exist_ok=True)
             cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
+        except OSError as error:
+            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
 
