@@ -457,9 +457,8 @@ def train(args=None, resume=None):
             return obs, action, log_prob, agent.to_env_action(action), state
 
         def compute_gradient(mb_state, mb_starts, mb_obs, *loss_inputs):
-            """state (n, S), tensors (T, n, ...) -> the gradient of ppo_loss as one vector, clipped to max_grad_norm,
-            and metrics. The replay is not compiled: its number of rows differs between minibatches."""
-            features = agent.memory.replay(mb_obs, mb_starts, mb_state)
+            """state (n, S), tensors (T, n, ...) -> gradient of ppo_loss as one vector, clipped, and metrics"""
+            features = agent.memory.replay(mb_obs, mb_starts, mb_state)  # not compiled: its number of rows varies
             loss, metrics = loss_function(agent, args, features, *loss_inputs)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
@@ -525,8 +524,7 @@ def train(args=None, resume=None):
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-            # (T + 1, N), for obs and last_obs. Row 0 is False.
-            episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])
+            episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
             final_states = torch.cat([state[:0], *final_states])  # (E, S)
             rollout = (torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states)
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
