@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -98,15 +99,20 @@ def test_snippet_acts(script, small_args):
     assert isinstance(namespace["reward"], float)
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_snippet_exports(script, small_args, tmp_path):
     """The exported file gives the actions of the agent, for any number of observations."""
-    agent, run_dir = script.train(small_args(env_id="Hopper-v4"))
-    block = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)[1]
+    discrete = script.__name__ == "ppo_discrete"
+    agent, run_dir = script.train(small_args(env_id="Acrobot-v1" if discrete else "Hopper-v4"))
+    _, block, lines, *_ = re.findall(r"```python\n(.*?)```", DOCS["running"], re.S)
+    if discrete:  # the page says which two lines change
+        block = block.replace("from ppo_continuous", "from ppo_discrete")
+        before, after = block[: block.index("        mean, _ =")], block[block.index("\n\n\nagent = ") :]
+        block = before + textwrap.indent(lines.rstrip(), " " * 8) + after
     exec(block.replace("runs/NAME", str(run_dir)).replace("agent.pt2", f"{tmp_path}/agent.pt2"), {})
     policy = torch.export.load(tmp_path / "agent.pt2").module()
     for rows in (1, 5):
-        raw_obs = 3 * torch.randn(rows, 11)
+        raw_obs = 3 * torch.randn(rows, *agent.obs_rms.mean.shape)
         np.testing.assert_allclose(policy(raw_obs).numpy(), agent.predict(raw_obs.numpy()), atol=1e-6)
 
 
