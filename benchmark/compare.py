@@ -31,16 +31,22 @@ def read(source):
     with open(path) as file:
         for row in csv.DictReader(file):
             task = row["env_id"].removeprefix("benchmark.envpool_envs:EnvPool/")  # beside gymnasium's
-            flags = "" if exp_name else row["flags"].removeprefix('--env-kwargs={"num_threads":1}')
+            flags = "" if exp_name else row["flags"].removeprefix('--env-kwargs={"num_threads":1}').strip()
             if exp_name in ("", row["exp_name"]):
-                settings["" if exp_name else row["script"], task, flags].append(row)
+                rows = settings["" if exp_name else row["script"], task, flags]
+                if any(row["seed"] == other["seed"] for other in rows):
+                    sys.exit(f"{source} has seed {row['seed']} of {task} twice")
+                rows.append(row)
     return settings
 
 
 def main(before, after):
-    before, after = read(before), read(after)
+    sources, before, after = (before, after), read(before), read(after)
     if not before.keys() & after.keys():
         sys.exit("no task has runs of both; without names: of the same script and flags")
+    for source, one, other in zip(sources, (before, after), (after, before)):
+        if alone := sorted(one.keys() - other.keys()):
+            print(f"only in {source}: {', '.join(' '.join(key).strip() for key in alone)}")
     with open(PUBLISHED) as file:
         published = {row["env_id"]: row["mean_return"] for row in csv.DictReader(file) if row["column"] == "highest"}
     print(f"{'task':28} {'seeds':>7} {'before':>9} {'after':>9} {'95% of the difference':>23} {'falls':>13} {'low':>5}")
@@ -48,6 +54,9 @@ def main(before, after):
     for key in sorted(before.keys() & after.keys()):
         pair = before[key], after[key]
         old, new = ([float(row["last_100_mean"]) for row in rows] for rows in pair)
+        if min(len(old), len(new)) == 1:
+            print(f"{key[1]:28} {len(old):>3} {len(new):>3} left out: one seed has no interval")
+            continue
         interval = ttest_ind(new, old, equal_var=False).confidence_interval()
         difference = statistics.fmean(new) - statistics.fmean(old)
         variance = sum(statistics.variance(returns) / len(returns) for returns in (old, new))

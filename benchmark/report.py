@@ -111,6 +111,13 @@ def summarise_all(run_dirs, tasks=()):
             reason = f"it cannot be read: {error!r}"
             damaged = True
         print(f"left out: {run_dir}: {reason}", file=sys.stderr)
+    # A seed that ran twice is one seed: the later folder counts.
+    settings = ("script", "env_id", "exp_name", "flags", "global_step", "seed")
+    latest = {tuple(row[name] for name in settings): run_dir for run_dir, row in found}.values()
+    for run_dir, _ in found:
+        if run_dir not in latest:
+            print(f"left out: {run_dir}: another folder has the same settings and seed", file=sys.stderr)
+    found = [(run_dir, row) for run_dir, row in found if run_dir in latest]
     if not found:
         of_suite = " of this suite" if tasks else ""
         raise SystemExit(f"report.py: error: none of these is the folder of a finished run{of_suite}; runs/* are meant")
@@ -222,7 +229,8 @@ def read_peers():
     """{exp_name: {env_id: mean return}} of the runs of peers.py"""
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
-        peers[name][env_id] = mean_return(rows)
+        if name in PEERS:  # no table has a column for TRPO with its defaults
+            peers[name][env_id] = mean_return(rows)
     return peers
 
 
@@ -319,7 +327,9 @@ def breadth_table():
             cells.append(f"{sum(ours[env_id] >= others[env_id] for env_id in known)} of {len(known)}" if known else "")
         if ours:
             lines.append([name, len(ours), *cells])
-    return table(["suite", "tasks", *list(PEERS.values())[:2], "highest PPO found"], lines)
+    columns = ["suite", "tasks", *list(PEERS.values())[:2], "highest PPO found"]
+    shown = [i for i in range(len(columns)) if any(cells[i] != "" for cells in lines)]  # a column without figures goes
+    return table([columns[i] for i in shown], [[cells[i] for i in shown] for cells in lines])
 
 
 def speed_table():
@@ -348,19 +358,6 @@ def speed_table():
         versions.append(f"{row['contestant']} with {row['versions']}" if peer else row["versions"])
     versions = ", ".join(dict.fromkeys(versions))
     return [*table(columns, lines), "", f"Measured with {versions}; `python benchmark/speed.py`."]
-
-
-def learning_table(rows):
-    """Markdown: returns at the settings of the speed table, from the rows of studies/learning.py."""
-    lines = []
-    for (case, name), group in group_by(rows, "case", "contestant").items():
-        returns = [float(row["last_100_mean"]) for row in sorted(group, key=lambda row: int(row["seed"]))]
-        low, high = (number(x, returns[0]) for x in mean_interval(returns))
-        singles = ", ".join(number(x, returns[0]) for x in returns)
-        cells = [SPEED[case], name, f"{int(group[0]['steps']):,}", number(np.mean(returns), returns[0])]
-        lines.append([*cells, f"{low} to {high}", singles])
-    columns = ["settings", "contestant", "steps", "last 100 episodes", "95% interval", "single runs"]
-    return table(columns, lines)
 
 
 def headline():
@@ -483,7 +480,7 @@ def draw_suite(name):
     label_curves([row for row, *_ in runs], [f"{row['script']}.py" for row, *_ in runs])
     tasks = {row["env_id"] for row, *_ in runs}
     for row in read_csv(RESULTS / "peers.csv"):
-        if row["env_id"] in tasks and name in ("mujoco", "breadth"):
+        if row["env_id"] in tasks and row["exp_name"] in PEERS and name in ("mujoco", "breadth"):
             means = np.array(row["curve"].split(), float)
             steps = np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :]
             runs.append((row | {"label": PEERS[row["exp_name"]]}, steps, means))
@@ -533,7 +530,6 @@ def make_pages():
     blocks |= {
         "suites": breadth_table(),
         "speed": speed_table(),
-        "learning": learning_table(read_csv(RESULTS / "learning.csv")),
     }
     blocks = {name: ["", *lines, ""] for name, lines in blocks.items()}
     pages = {ROOT / "README.md": {"results": headline()}, ROOT / "docs" / "results.md": blocks}

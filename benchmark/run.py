@@ -7,15 +7,14 @@
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --script my_ppo.py --env-ids Hopper-v4 my_module:Mine-v0 --seeds 3    # a copy of a script
     python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
-    python benchmark/run.py --suite mujoco --ray auto              # on the Ray cluster that this machine belongs to
     python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
 others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands
 may work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the runs,
 give each command a --shard.
-When a run fails the others go on; it is named at the end, and the exit status is 1. --shard and --ray need a --runs-dir
-that all machines see under the same path, as they do the repository.
+When a run fails the others go on; it is named at the end, and the exit status is 1. --shard needs a --runs-dir that all
+machines see under the same path, as they do the repository.
 """
 
 import dataclasses
@@ -37,7 +36,6 @@ from typing import Literal
 import torch
 import tyro
 from run_folder import (
-    ROOT,
     WHERE_AND_HOW,
     is_finished,
     last_step,
@@ -67,7 +65,6 @@ class Args:  # the comments are what --help prints
     jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
     eval_episodes: int = 10  # episodes that the trained agent plays after its run
     shard: str = "1/1"  # i/n: only every n-th run, beginning with the i-th
-    ray: str | None = None  # address of a Ray cluster, or auto; None: this machine alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,60 +278,19 @@ def run_here(jobs, at_once, gpus):
     return failed
 
 
-def run_on_ray(jobs, address, words, flags, gpus_each):
-    """Each job is `run.py --shard i/n` on a machine of the cluster; if that is lost, Ray starts it on another one."""
-    try:
-        import ray
-    except ImportError:
-        raise SystemExit("--ray: python -m pip install ray") from None
-    ray.init(address=address, log_to_driver=False)
-    gpus_each *= ray.cluster_resources().get("GPU", 0) > 0
-
-    @ray.remote(num_cpus=1, num_gpus=gpus_each, max_retries=10)
-    def run_shard(shard):
-        command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *words, "--shard", shard, "--", *flags]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("[1/1]")]
-
-    waiting = {run_shard.remote(f"{i + 1}/{len(jobs)}"): job for i, job in enumerate(jobs)}
-    failed, count = {}, 0
-    while waiting:
-        (first,), _ = ray.wait(list(waiting))
-        job, count = waiting.pop(first), count + 1
-        try:
-            code, lines = ray.get(first)
-            text = " ".join(lines).removeprefix("[1/1] ") or f"{job}: failed, exit status {code}"
-            if code:
-                failed[job] = text
-        except ray.exceptions.RayError as error:  # its machine was lost too often
-            failed[job], text = error, f"{job}: failed: {error}"
-        print(f"[{count}/{len(jobs)}] {text}", flush=True)
-    ray.shutdown()
-    return failed
-
-
 def main():
     words = sys.argv[1:]
     words, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     args = tyro.cli(Args, args=words, description=__doc__.split("\n")[0])
     jobs = make_jobs(args, flags)
     gpus = []
-    on_gpus = (args.suite or "").startswith("atari")
-    if on_gpus and torch.cuda.is_available():
+    if (args.suite or "").startswith("atari") and torch.cuda.is_available():
         gpus = [str(i) for i in range(torch.cuda.device_count())]
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")
     start = time.time()
-    if args.ray:
-        if args.shard != "1/1":
-            raise SystemExit("--ray spreads all runs by itself: leave --shard out")
-        # The shards themselves run where Ray has put them, in another folder than this process.
-        words += ["--ray", "None", "--runs-dir", str(Path(args.runs_dir).absolute())]
-        words += ["--script", str(args.script.absolute())] if args.script else []
-        failed = run_on_ray(jobs, args.ray, words, flags, int(on_gpus))
-    else:
-        # Of the machine's cores a job of a scheduler may have a few.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        failed = run_here(jobs, args.jobs or len(gpus) or cores, gpus)
+    # Of the machine's cores a job of a scheduler may have a few.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    failed = run_here(jobs, args.jobs or len(gpus) or cores, gpus)
     print(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished, after {time.time() - start:,.0f} s")
     for job, error in failed.items():
         print(f"failed: {job}: {error}", file=sys.stderr)

@@ -168,7 +168,7 @@ def falls(env_id, env_kwargs, episodes, global_step):
     """Episodes that ended before the environment's time limit, per 1,000 steps of the last fifth of a run. "" where the
     environment has no limit."""
     with contextlib.suppress(gym.error.Error, ImportError):
-        limit = json.loads(env_kwargs).get("max_episode_steps", gym.spec(env_id).max_episode_steps)
+        limit = json.loads(env_kwargs).get("max_episode_steps", gym.spec(env_id.rpartition(":")[2]).max_episode_steps)
         if limit and limit > 0:  # -1: none
             last = [row for row in episodes if int(row["global_step"]) > 0.8 * global_step]
             return f"{sum(int(row['episodic_length']) < limit for row in last) / (0.2 * global_step / 1000):.4g}"

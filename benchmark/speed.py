@@ -3,8 +3,6 @@
     python -m pip install -r benchmark/requirements.txt
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
-    python benchmark/speed.py ranks                                # two processes beside one, at twice the environments
-    python benchmark/speed.py continuous-8-ranks --cleanrl PATH    # two processes beside others, at equal settings
     python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
     python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool (envpool_envs.py)
     python benchmark/speed.py continuous-8-envpool --cleanrl PATH  # EnvPool beside others, at equal settings
@@ -111,7 +109,8 @@ def beside(before, contestants):
     run, *steps = contestants[mine]
 
     def earlier(steps):
-        return [word.replace(str(ROOT), str(before)) for word in run(steps)]
+        python, *words = run(steps)
+        return [python, *(word.replace(str(ROOT), str(before)) for word in words)]
 
     return {"before": (earlier, *steps), mine: (run, *steps)}
 

@@ -118,7 +118,7 @@ def write_table(study, path):
             "state": trial.state.name,
             "score": f"{trial.value:.4g}" if trial.state == TrialState.COMPLETE else "",
         }
-        rows.append(row | {f"{name}": value for name, value in (trial.user_attrs | trial.params).items()})
+        rows.append(row | trial.user_attrs | trial.params)
     if rows:
         write_rows(path, list(dict.fromkeys(name for row in rows for name in row)), rows)
 
@@ -191,8 +191,8 @@ def main():
         for name, spec in space.items():
             flag, text = f"--{name.replace('_', '-')}", str(suggest(trial, name, spec))
             words += [flag, *text.split()] if " " in text else [f"{flag}={text}"]
-        settings = hashlib.sha1(" ".join(words).encode()).hexdigest()
-        words += ["--exp-name", f"tune-{settings[:8]}"]  # the same when it is tried again
+        settings = hashlib.sha1(" ".join([*words, about["program"]]).encode()).hexdigest()
+        words += ["--exp-name", f"tune-{settings[:8]}"]  # the same when it is tried again, another for another script
         scores = []  # of each seed
         try:
             for seed in seeds:

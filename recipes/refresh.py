@@ -30,7 +30,7 @@ def split(text):
 
 
 def changes(folder):
-    return git("diff", "--full-index", "--", "ppo_*.py", "variants/*.py", cwd=folder).stdout
+    return git("diff", "HEAD", "--full-index", "--", ":/ppo_*.py", ":/variants/*.py", cwd=folder).stdout
 
 
 def refresh(path):
@@ -75,7 +75,9 @@ def main():
     if sys.argv[1:2] == ["--new"]:
         path = RECIPES / f"{sys.argv[2]}.diff"
         head = split(path.read_text())[0] if path.exists() else f"{sys.argv[2]}: what it does, why, source, result\n\n"
-        path.write_text(head + changes(Path.cwd()))
+        if not (diff := changes(Path.cwd())):
+            raise SystemExit("no script has changed here: edit one first")
+        path.write_text(head + diff)
         return 0
     if sys.argv[1:2] == ["--table"]:
         (RECIPES / "README.md").write_text(fill_page())

@@ -192,16 +192,15 @@ def golden(name):
     return tensors(case["inputs"]), tensors(case["expected"])
 
 
-def run(script, *flags, timeout=300, cwd=None, **environment):
+def run(script, *flags, **environment):
     """The script as a user starts it, in a process of its own; probe environments are given as probes:box/NAME-v0."""
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)],
         env=os.environ | {"PYTHONPATH": path} | environment,
-        cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
     )
 
 

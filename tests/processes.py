@@ -99,9 +99,6 @@ class Started:
     def poll(self):
         return self.process.exitcode
 
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
     def kill(self):
         self.process.kill()
 
@@ -116,8 +113,8 @@ class Started:
         return self.printed.read(), None
 
 
-def wait_for(condition, process, seconds=120):
-    for _ in range(int(seconds * 50)):
+def wait_for(condition, process):
+    for _ in range(120 * 50):
         if result := condition():
             return result
         assert process.poll() is None, process.communicate()[0]

@@ -3,22 +3,18 @@
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from torch.utils._pytree import tree_map_only
 
-HERE = Path(__file__).parent
-PATH = next(path for path in (HERE / "ppo_atari.py", HERE.parent / "variants" / "ppo_atari.py") if path.exists())
-spec = importlib.util.spec_from_file_location("ppo_atari", PATH)
-script = importlib.util.module_from_spec(spec)
-sys.modules["ppo_atari"] = script
-spec.loader.exec_module(script)
-torch.set_num_threads(1)
+sys.path.insert(0, str(ROOT / "variants"))
+import ppo_atari as script
+
 SMALL = {"num_envs": 4, "num_steps": 16, "total_timesteps": 256, "num_minibatches": 2, "update_epochs": 2}
 SMALL |= {"compile": False, "device": "cpu"}
 
@@ -216,7 +212,7 @@ def test_gradient_is_the_same_compiled(tmp_path):
 
 def test_a_number_changed_in_the_loop_counts(tmp_path):
     """Compiled too: as whoever copies the script schedules a coefficient."""
-    text, place = PATH.read_text(), "            remaining = 1.0 -"
+    text, place = (ROOT / "variants" / "ppo_atari.py").read_text(), "            remaining = 1.0 -"
     assert text.count(place) == 1
     path = tmp_path / "my_ppo.py"
     path.write_text(text.replace(place, "            args.ent_coef = 0.5 * iteration\n" + place))

@@ -37,6 +37,7 @@ DAMAGE = {
 }
 
 
+@ONE
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint(script, run_dir, main, damage):
     """An error, and nothing in the folder changes: a command in the checkpoint does not run either."""
@@ -59,6 +60,7 @@ def test_a_flipped_bit_is_found(run_dir):
     assert "corrupted" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@ONE
 def test_missing_folder(script, tmp_path, main):
     """The error names the file, and no folder is made."""
     for flag in ("--resume", "--evaluate"):
@@ -78,6 +80,7 @@ def test_checkpoint_of_another_script(script, tmp_path, main):
         assert before == {name: (run_dir / name).read_bytes() for name in before}
 
 
+@ONE
 def test_checkpoint_that_names_a_module(script, run_dir, main):
     """A stranger does not choose which module of this machine is imported. Who asks for it on the command line may have
     it. `this` stands for such a module: no test needs it."""

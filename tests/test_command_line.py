@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, SMALL, assert_one_line, flags_of, probe
+from conftest import ONE, SCRIPTS, SMALL, assert_one_line, flags_of, probe
 
 
 def test_switches(script):
@@ -97,7 +97,7 @@ BAD = {
     "no such preset": ({"preset": "nobody"}, None),
     "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64: choose one of [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
-    "observations are images": ({"env_id": "images/Last-v0"}, "uint8): wrap it (MiniGrid: ImgObsWrapper)"),
+    "observations are images": ({"env_id": "images/Bright-v0"}, "uint8): wrap it (MiniGrid: ImgObsWrapper)"),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
 }
 WHOLE = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "Box(0, 9, (2,), int64)")}
@@ -161,6 +161,7 @@ def test_bad_input_of_train(script, tmp_path):
         script.train(args)
 
 
+@ONE
 def test_home_in_runs_dir(script, main, tmp_path, monkeypatch):
     """No shell replaces ~ behind =."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -48,17 +48,19 @@ def test_commands_have_the_flags_they_use(name, monkeypatch):
 
 
 def test_commands_of_the_benchmark_parse():
-    """Those of run.py and tune.py in docs/ and their docstrings; what follows `--` is for the script."""
+    """Those of its tools in docs/ and their docstrings; what follows `--` is for the script."""
     sys.path.insert(0, str(ROOT / "benchmark"))
     import report
     import run
+    import speed
     import tune
     import tyro
 
-    commands = {*re.findall(r"python benchmark/report\.py( [^\n#`]*)", PAGES + report.__doc__)}
-    assert commands
-    for command in commands:
-        tyro.cli(report.Args, args=command.split())
+    for tool in (report, speed):
+        commands = {*re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)}
+        assert commands
+        for command in commands:
+            tyro.cli(tool.Args, args=command.split())
     for tool in (run, tune):
         commands = {*re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)}
         assert commands

@@ -22,8 +22,6 @@ from conftest import ROOT, flags_of, scalars
 from forks import exit_status, fork, two_ranks
 from gpu_sim import SMALL, env_id_of, make_args, script
 
-HAS_BRAX = importlib.util.find_spec("brax") is not None
-
 
 class Remembering(torch_envs.Drift):
     """Remembers the seeds of its resets, and since the last one what it was given and what it gave. Whatever the seed,

@@ -14,7 +14,6 @@ from conftest import (
     LONG,
     ONE,
     Started,
-    assert_one_line,
     assert_same_learner,
     checkpointed_step,
     flags_of,
@@ -87,19 +86,6 @@ def test_kill_while_writing_a_checkpoint(script, tmp_path, main):
 
 
 @ONE
-def test_a_run_that_still_goes_on_is_not_resumed(script, tmp_path, main):
-    """Two processes in one folder would overwrite each other's rows. The second one ends in one line."""
-    process = start(script.__name__, tmp_path, env_id=probe(script), **LONG | {"total_timesteps": 10**8})
-    wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 7, process)
-    (run_dir,) = tmp_path.iterdir()
-    assert_one_line(main(script, "--resume", run_dir), "another process is training in")
-    process.kill()
-    process.wait()
-    steps = [int(row[0]) for row in rows(run_dir)[1:-4]]  # the last rows may be half written
-    assert steps == sorted(step for step in range(4, 4 * (len(steps) // 4 + 2), 4) for _ in range(4))[: len(steps)]
-
-
-@ONE
 def test_checkpoints_come_by_time(script, tmp_path):
     """--checkpoint-interval counts seconds: what a kill costs does not depend on how long an iteration takes."""
     args = LONG | {"total_timesteps": 10**8, "checkpoint_interval": 0.3}
@@ -135,6 +121,7 @@ def test_ctrl_c_prints_the_command_that_continues(script, tmp_path, main):
     assert script.load_checkpoint(run_dir)["global_step"] == 32 * 30
 
 
+@ONE
 def test_a_notebook_that_is_interrupted_goes_on(script, small_args):
     """In the same process: the threads are what they were, and the run continues from its last checkpoint."""
     sizes = {"num_envs": 2, "num_minibatches": 2, "total_timesteps": 32 * 30, "checkpoint_interval": 0}

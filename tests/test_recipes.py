@@ -35,6 +35,7 @@ CONTINUOUS = {
     "exact_resume": ("Wanderer-v0", {}),
     "unguarded_update": ("InvertedPendulum-v4", {}),
     "growing_discount": ("InvertedPendulum-v4", {}),
+    "kl_penalty": ("InvertedPendulum-v4", {}),
     "reuse": ("InvertedPendulum-v4", {}),
 }
 DISCRETE = {
@@ -48,6 +49,8 @@ ALL_SCRIPTS = ["clip_only_value_loss", "dual_clip", "time_limits_as_ends"]
 PATCHED = [("ppo_continuous", name) for name in CONTINUOUS] + [("ppo_discrete", name) for name in DISCRETE]
 PATCHED += [("ppo_rnn", "images_with_memory")]
 PATCHED += [(script, name) for name in ALL_SCRIPTS for script in SCRIPTS]
+OF_VARIANTS = ["bfloat16", "keep_checkpoints", "lm_human_preferences", "lora"]  # other tests train these
+assert {*OF_VARIANTS, *(name for _, name in PATCHED)} == {*RECIPES}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -226,9 +226,18 @@ def test_labels_of_lists():
     assert [row["label"] for row in rows] == labels
 
 
+def test_a_seed_that_ran_twice_counts_once(finished_runs, run_dir, tmp_path, capsys):
+    """A second row would be equal to the bit, and make intervals too narrow. The later folder counts."""
+    report.write_report([*finished_runs, run_dir], tmp_path / "report")
+    rows = report.read_csv(tmp_path / "report" / "runs.csv")
+    assert [row["seed"] for row in rows] == ["1", "2"]
+    assert f"left out: {finished_runs[0]}: another folder has the same settings and seed" in capsys.readouterr().err
+
+
 def test_falls_of_a_changed_time_limit():
     episodes = [{"global_step": "1000", "episodic_length": "100"}] * 9
     assert run_folder.falls("Pendulum-v1", "{}", episodes, 1000) == "45"
+    assert run_folder.falls("benchmark.process_envs:Pendulum-v1", "{}", episodes, 1000) == "45"
     assert run_folder.falls("Pendulum-v1", '{"max_episode_steps": 100}', episodes, 1000) == "0"
 
 
@@ -288,3 +297,14 @@ def test_compare_two_settings(tmp_path, capsys):
     assert lines("low.csv", "long.csv")[0][1] == ["", "unlike runs: from 1,000 to 2,000 steps"]
     assert f"{(3000 / 2761.192 - 41 / 4.1) / 2:+.4f}" in mean
     assert lines("one.csv", "other.csv") == named
+
+    # What is not compared is named.
+    report.write_rows(tmp_path / "hopper.csv", report.FIELDS, [row for row in other if row["env_id"] == "Hopper-v4"])
+    compare.main(str(tmp_path / "one.csv"), str(tmp_path / "hopper.csv"))
+    assert f"only in {tmp_path}/one.csv: ppo_continuous Reacher-v4" in capsys.readouterr().out
+    report.write_rows(tmp_path / "alone.csv", report.FIELDS, rows[:1])
+    compare.main(str(tmp_path / "alone.csv"), str(tmp_path / "low.csv"))
+    assert "1   4 left out: one seed has no interval" in capsys.readouterr().out
+    report.write_rows(tmp_path / "twice.csv", report.FIELDS, rows + rows[:1])
+    with pytest.raises(SystemExit, match=f"has seed {rows[0]['seed']} of {rows[0]['env_id']} twice"):
+        compare.main(str(tmp_path / "twice.csv"), str(tmp_path / "low.csv"))

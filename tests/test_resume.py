@@ -172,6 +172,7 @@ def test_other_network_than_the_checkpoints(script, run_dir, main):
     assert_one_line(main(script, "--evaluate", run_dir, *observations), "observations of shape (16,), not (..., 2)")
 
 
+@ONE
 def test_latest(script, small_args, run_dir, main, tmp_path, monkeypatch):
     """The newest checkpoint among the runs of this script in --runs-dir, on the command line; in ./runs from Python."""
     args = small_args(seed=2)
@@ -199,12 +200,14 @@ def test_latest_of_a_copied_run(script, small_args, run_dir, main, monkeypatch, 
     assert [script.load_checkpoint(folder)["global_step"] for folder in (copy, run_dir)] == [512, 256]
 
 
+@ONE
 def test_latest_from_python(script, run_dir):
     """With arguments, it is that of their runs_dir."""
     args = dataclasses.replace(script.load_args(run_dir), runs_dir=str(run_dir.parent), total_timesteps=320)
     assert script.train(args, resume="latest")[1] == run_dir
 
 
+@ONE
 def test_a_locked_folder_stays_as_it_is(script, run_dir, main):
     """Another process is training there. The second one ends in one line, before it changes or reads anything."""
     with FileLock(run_dir / "lock"):
@@ -215,6 +218,7 @@ def test_a_locked_folder_stays_as_it_is(script, run_dir, main):
     assert main(script, "--resume", run_dir, "--total-timesteps=512").returncode == 0
 
 
+@ONE
 def test_lock_comes_before_the_learner_is_read(script, run_dir, monkeypatch):
     """Else a process could go on from a checkpoint that the other one replaces in the meantime."""
     args = script.load_args(run_dir)
@@ -243,6 +247,7 @@ class Watching(probes.Target):
 probes.register("Watching", Watching)
 
 
+@ONE
 def test_a_run_holds_its_lock(script, small_args, tmp_path):
     """While it trains, and no longer than that, however it ends; the same process can go on with it."""
     env_kwargs = json.dumps({"runs_dir": str(tmp_path / "runs")})

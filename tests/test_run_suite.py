@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, wait_for
 
 import ppo_discrete
 
@@ -33,15 +33,6 @@ def words_of(runs_dir, *words, steps=4096):
 def start_suite(*arguments, **named):
     command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *words_of(*arguments, **named)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(condition, process):
-    for _ in range(120 * 50):
-        if result := condition():
-            return result
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    raise TimeoutError
 
 
 def run_dirs(runs_dir):
@@ -199,24 +190,6 @@ def test_suites_without_runs_are_refused():
     for name in ("seeds", "first_seed", "jobs"):
         with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
             suites.make_jobs(suites.Args("classic", **{name: 0}))
-
-
-def test_ray_cluster_loses_a_node(tmp_path):
-    """Two nodes on this machine, one is killed in the middle: all runs finish, each in one folder."""
-    pytest.importorskip("ray", reason="ray is not installed (it is not in tests/requirements.txt)")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        node = cluster.add_node(num_cpus=1)
-        process = start_suite(tmp_path, "--seeds=2", "--jobs=2", f"--ray={cluster.address}", steps=60_000)
-        wait_for(lambda: len(list(tmp_path.glob("*/checkpoint.pt"))) == 2, process)
-        cluster.remove_node(node, allow_graceful=False)
-        done = process.communicate(timeout=300)[0]
-    finally:
-        cluster.shutdown()
-    assert "2 of 2 runs have finished" in done, done
-    assert [run_folder.summarise(path)["global_step"] for path in run_dirs(tmp_path)] == [59_392] * 2
 
 
 def test_damaged_run(run_dir, tmp_path, main):

@@ -93,6 +93,14 @@ def begin(script, flags, runs_dir, stop_at=None):
     return process
 
 
+def finish(script, flags, runs_dir):
+    """Resume a run to its end."""
+    process = begin(script, flags, runs_dir)
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{script}: --resume failed, exit status {process.exitcode}")
+
+
 def newest_checkpoint(runs_dir):
     return max((path.stat().st_mtime for path in runs_dir.glob("*/checkpoint.pt")), default=0)
 
@@ -109,13 +117,12 @@ def kill_at_random(script, flags, runs_dir, kills, rng):
             time.sleep(0.01)
         process.join(rng.uniform(0, 2))
         if not process.is_alive():
-            print(f"{script}: it has ended after {len(steps)} kills")
-            return steps
+            raise SystemExit(f"{script}: it ended after {len(steps)} kills, exit status {process.exitcode}")
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         (run_dir,) = runs_dir.iterdir()
         steps.append(step_of(run_dir))
-    begin(script, flags, runs_dir).join()
+    finish(script, flags, runs_dir)
     return steps
 
 
@@ -125,7 +132,7 @@ def stop_at_checkpoints(script, flags, runs_dir, steps):
         (run_dir,) = runs_dir.iterdir()
         if step_of(run_dir) != step:
             raise SystemExit(f"{script}: stopped at {step_of(run_dir)}, not {step}")
-    begin(script, flags, runs_dir).join()
+    finish(script, flags, runs_dir)
 
 
 def flatten(tree, name=""):

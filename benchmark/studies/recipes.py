@@ -1,7 +1,7 @@
 """Question: what does a recipe change?
 
     python benchmark/studies/recipes.py                   # all that have a case below, three seeds: hours on a CPU
-    python benchmark/studies/recipes.py gsde dual_clip    # these; a run with a row, of any commit, is not repeated
+    python benchmark/studies/recipes.py gsde dual_clip    # these; a run with a row of this commit is not repeated
     python benchmark/studies/recipes.py --write           # Result lines of recipes/*.diff, and their table
 
 Answer (recipes.csv): recipes/README.md has it, recipe by recipe. Three seeds show that a recipe learns, and
@@ -78,7 +78,8 @@ def train(job):
 
 
 def key(row):
-    return row["recipe"], row["script"], f"--env-id {row['env_id']} {row['flags']}".strip(), int(row["seed"])
+    flags = f"--env-id {row['env_id']} {row['flags']}".strip()
+    return row["recipe"], row["script"], flags, int(row["seed"]), row["commit"]
 
 
 def sentence(recipe, rows):
@@ -86,6 +87,10 @@ def sentence(recipe, rows):
     script, flags, own_flags = CASES[recipe]
     sides = (recipe, f"{flags} {own_flags}".strip()), ("", flags)
     found = [[row for row in rows if key(row)[:3] == (name, script, line)] for name, line in sides]
+    commits = {row["commit"] for row in found[0]} & {row["commit"] for row in found[1]}
+    # Like with like: both sides are of one commit, the last that has both.
+    newest = [row["commit"] for row in rows if row["commit"] in commits][-1:]
+    found = [[row for row in side if row["commit"] in newest] for side in found]
     if not all(found):
         return None
 
@@ -132,9 +137,10 @@ def main():
     done = {key(row) for row in rows}
     sides = [("", script, flags) for script, flags, _ in map(CASES.get, args.recipes)]
     sides += [(name, CASES[name][0], f"{CASES[name][1]} {CASES[name][2]}".strip()) for name in args.recipes]
+    commit = machine()["commit"]
     jobs = [(*side, seed) for seed in range(1, args.seeds + 1) for side in dict.fromkeys(sides)]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(train, [job for job in jobs if job not in done]):
+        for row in pool.map(train, [job for job in jobs if (*job, commit) not in done]):
             rows.append(row)
             write_rows(TABLE, FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
             print(row["recipe"] or row["script"], row["env_id"], row["seed"], row["last_100_mean"], flush=True)
