@@ -17,10 +17,10 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 2. Observations are normalized when the policy acts and stored normalized. Their statistics change between rollouts.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
-5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
+5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-The paper (Schulman et al. 2017) has none of items 1, 2, 3, 5 and 6. It also lacks normalized advantages, gradient
-clipping and orthogonal weights. --preset cleanrl turns 2 and 3 off.
+Items 1 to 3, 5 and 6 are not in the paper (Schulman et al. 2017). Nor are normalized advantages, gradient clipping and
+orthogonal weights. --preset cleanrl turns 2 and 3 off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
@@ -39,7 +39,6 @@ import re
 import shutil
 import sys
 import time
-import warnings
 from collections import deque
 from pathlib import Path
 
@@ -66,7 +65,7 @@ class Args:  # the comments are what --help prints
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # save videos of --evaluate, or of ten evaluations during training, to RUN_DIR/videos
+    capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -91,7 +90,7 @@ class Args:  # the comments are what --help prints
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 0.0  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
+    vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
@@ -327,7 +326,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. A module added below this line would not train.
+        # Make all parameters views of one vector, for a faster Adam. Create modules before; the loss must use them all.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -362,7 +361,7 @@ def train(args=None, resume=None):
         log_probs = torch.zeros(T, N, device=device)
         # Filled step by step in numpy, which is faster. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), next_obs.dtype)
-        step_rewards = np.zeros((T, N), np.float32)
+        step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
@@ -388,7 +387,7 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # VectorMember's list
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # see VectorMember.step
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i] = 0, 0
@@ -463,9 +462,9 @@ def check(args):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. So schedule a tensor. Write after `run = ...`, so that checkpoints keep the number,
+    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and in the loop `args.ent_coef.fill_(first * remaining)`. It works with --no-compile too."""
+    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
@@ -737,11 +736,6 @@ def parse_args(words, default=None):
 
 
 def main():
-    warnings.filterwarnings("ignore", ".*is out of date")  # published results use HalfCheetah-v4
-    with contextlib.suppress(ImportError):  # mujoco 4 would print a deprecation warning for each of 100 HalfCheetahs
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     one_of = parser.add_mutually_exclusive_group()

@@ -37,6 +37,8 @@ SIM = "variants/ppo_gpu_sim"
 PAIRS = [*itertools.combinations(SCRIPTS, 2), ("ppo_discrete", ATARI), ("ppo_continuous", SIM), (ATARI, SIM)]
 # What is about images, simulators of tensors and several processes.
 OWN_OF = {("ppo_discrete", ATARI): OWN | {"compiled", "make_env", "Run", "main"}}
+# ppo_continuous.py silences what its MuJoCo tasks print.
+OWN_OF |= {("ppo_continuous", other): OWN | {"main"} for other in SCRIPTS[1:]}
 OWN_OF["ppo_continuous", SIM] = OWN_OF["ppo_discrete", ATARI] | {"RunningMeanStd", "mlp"}
 OWN_OF[ATARI, SIM] = OWN | {"Run", "main", "start_device", "average_over_ranks"}
 

@@ -19,7 +19,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 2. Observations are uint8 images, stored as they are. Actor and critic share the Nature CNN.
 3. Actor and critic learn from the sign of the rewards. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
-5. An action that infos["action_mask"] forbids has probability 0, when the policy acts and in the update.
+5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
    frame skip 4, 4 stacked grey frames of 84 x 84. A lost life counts as a termination, but the game goes on. Logs count
@@ -76,7 +76,7 @@ class Args:  # the comments are what --help prints
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays
     eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
-    capture_video: bool = False  # save videos of --evaluate, or of ten evaluations during training, to RUN_DIR/videos
+    capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
@@ -99,7 +99,7 @@ class Args:  # the comments are what --help prints
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error
+    vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
@@ -298,7 +298,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. A module added below this line would not train.
+        # Make all parameters views of one vector, for a faster Adam. Create modules before; the loss must use them all.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -330,7 +330,7 @@ def train(args=None, resume=None):
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
         # Filled step by step in numpy, which is faster. They go to the device after the rollout.
-        step_rewards = np.zeros((T, N), np.float32)
+        step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
         frame_numbers = np.zeros(N, dtype=int)  # of the games, counted by ale-py
@@ -359,7 +359,7 @@ def train(args=None, resume=None):
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(game_over):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # VectorMember's list
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # see VectorMember.step
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i] = 0, 0
@@ -468,9 +468,9 @@ def gather_from_ranks(episodes):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. So schedule a tensor. Write after `run = ...`, so that checkpoints keep the number,
+    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and in the loop `args.ent_coef.fill_(first * remaining)`. It works with --no-compile too."""
+    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.

@@ -589,9 +589,9 @@ def gather_from_ranks(episodes):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. So schedule a tensor. Write after `run = ...`, so that checkpoints keep the number,
+    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and in the loop `args.ent_coef.fill_(first * remaining)`. It works with --no-compile too."""
+    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
