@@ -27,7 +27,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 The paper (Schulman et al. 2017) has none of these items. It also lacks normalized and recomputed advantages, gradient
 clipping and orthogonal weights. --preset cleanrl turns off items 2 and 3 and the recomputation.
 
-Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = hidden_size (input of actor and
+Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = memory_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
 (Discrete) or K (Box, which has no masks). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
@@ -88,7 +88,7 @@ class Args:  # the comments are what --help prints
     # --- PPO
     hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units per layer, in actor and critic each: --hidden-sizes 64 64
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, lstm updates several times faster than gru
-    hidden_size: int = 128  # units of the memory (H)
+    memory_size: int = 128  # units of the memory (H)
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation
     num_steps: int = 128  # steps of each environment per iteration (T)
     learning_rate: float = 2.5e-4  # Adam's learning rate
@@ -230,10 +230,10 @@ class Agent(nn.Module):
         outputs = sum(self.sizes) if self.is_discrete else self.action_low.numel()  # A
         self.obs_rms = RunningMeanStd(obs_shape)
         self.return_rms = RunningMeanStd(())
-        self.memory = Memory(args.cell, obs_shape[0], args.hidden_size)
-        self.critic = mlp(args.hidden_size, args.hidden_sizes, 1, gain=1.0)
+        self.memory = Memory(args.cell, obs_shape[0], args.memory_size)
+        self.critic = mlp(args.memory_size, args.hidden_sizes, 1, gain=1.0)
         # gain 0.01: outputs start near 0, so the first policy hardly depends on the observation.
-        self.actor = mlp(args.hidden_size, args.hidden_sizes, outputs, gain=0.01)
+        self.actor = mlp(args.memory_size, args.hidden_sizes, outputs, gain=0.01)
         if not self.is_discrete:
             self.log_std = nn.Parameter(torch.full((outputs,), float(args.log_std_init)))
 

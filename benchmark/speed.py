@@ -165,7 +165,7 @@ def rnn_case(shared):
     """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs. Ours is shared by actor and critic;
     nothing is normalised but advantages."""
     flags = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "recompute_advantages": False}
-    flags |= {"hidden_size": 128, "env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
+    flags |= {"memory_size": 128, "env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
     flags |= {"norm_obs": False, "norm_reward": False}
     policy = {"lstm_hidden_size": 128, "enable_critic_lstm": not shared, "shared_lstm": shared}
     settings = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "policy_kwargs": policy}

@@ -150,7 +150,7 @@ def make_agent(script, obs_size=3, action_size=3, **args):
     list of their numbers. Actor and critic of a recurrent one read features of obs_size numbers."""
     if script.__name__ == "ppo_rnn":
         high = np.ones(action_size, np.float32)
-        args = {"hidden_size": obs_size} | args
+        args = {"memory_size": obs_size} | args
         return script.Agent((obs_size,), {"action_low": -high, "action_high": high}, script.Args(**args))
     if ACTIONS[script.__name__] == "box":
         high = np.ones(action_size, np.float32)
@@ -164,7 +164,7 @@ def policy(script, sizes):
     size, sizes = int(sum(sizes)), np.array(sizes)
     if script.__name__ == "ppo_rnn":
         actions = {"action_sizes": sizes, "action_start": np.zeros_like(sizes)}
-        agent = script.Agent((size,), actions, script.Args(hidden_size=size))
+        agent = script.Agent((size,), actions, script.Args(memory_size=size))
     else:
         agent = script.Agent((size,), sizes, np.zeros_like(sizes), script.Args())
     agent.actor, agent.critic = torch.nn.Identity(), torch.nn.Linear(size, 1)

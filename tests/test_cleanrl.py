@@ -147,7 +147,7 @@ CLASSIC |= {"norm_obs": False, "norm_reward": False}
 MUJOCO = {"env_id": "HalfCheetah-v4", "total_timesteps": 1_000_000, "num_envs": 1, "num_steps": 2048}
 MUJOCO |= {"learning_rate": 3e-4, "num_minibatches": 32, "update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0}
 MUJOCO |= {"norm_obs": True, "norm_reward": True, "log_std_init": 0.0, "anneal_std": False, "stagger_envs": False}
-LSTM = CLASSIC | {"num_envs": 8, "clip_coef": 0.1, "hidden_size": 128, "hidden_sizes": ()}
+LSTM = CLASSIC | {"num_envs": 8, "clip_coef": 0.1, "memory_size": 128, "hidden_sizes": ()}
 SETTINGS = {"ppo_continuous": MUJOCO, "ppo_discrete": CLASSIC, "ppo_rnn": LSTM}
 
 

@@ -84,7 +84,7 @@ def test_table_of_defaults(monkeypatch):
             shown = {"on": True, "off": False, "none": None, "64 64": (64, 64), "-": "no such flag"}
             value = getattr(args, name.replace("-", "_"), "no such flag")
             assert value == (shown[cell] if cell in shown else float(cell)), name
-    assert (columns[3].cell, columns[3].hidden_size) == ("lstm", 128)
+    assert (columns[3].cell, columns[3].memory_size) == ("lstm", 128)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)

@@ -97,7 +97,7 @@ gym.register("memory/BoxCue-v0", Cue, kwargs={"discrete": False})
 def test_learns_to_remember(script, small_args, env_id, enough):
     """Evaluation with the trained memory gets (nearly) all there is; a policy without memory cannot get more than half
     (Discrete) or 0.5 (Box, always 0)."""
-    sizes = {"num_envs": 16, "num_minibatches": 2, "update_epochs": 6, "hidden_size": 16, "total_timesteps": 256 * 30}
+    sizes = {"num_envs": 16, "num_minibatches": 2, "update_epochs": 6, "memory_size": 16, "total_timesteps": 256 * 30}
     args = small_args(env_id=env_id, learning_rate=1e-2, **sizes)
     _, run_dir = script.train(args)
     assert script.evaluate(script.load_agent(run_dir), args, 50).mean() > enough

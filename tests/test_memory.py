@@ -16,7 +16,7 @@ BOTH_CELLS = pytest.mark.parametrize("cell", ["lstm", "gru"])
 
 @pytest.fixture
 def args(tmp_path):
-    return lambda **changes: script.Args(**{"runs_dir": str(tmp_path), "hidden_size": 8} | SMALL | changes)
+    return lambda **changes: script.Args(**{"runs_dir": str(tmp_path), "memory_size": 8} | SMALL | changes)
 
 
 def make_agent(kind="discrete", obs_size=3, **changes):
@@ -26,7 +26,7 @@ def make_agent(kind="discrete", obs_size=3, **changes):
     action = {"action_low": -high, "action_high": high}
     if kind == "discrete":
         action = {"action_sizes": np.array([3, 2]), "action_start": np.array([0, 1])}
-    agent = script.Agent((obs_size,), action, script.Args(**{"hidden_size": 8} | changes))
+    agent = script.Agent((obs_size,), action, script.Args(**{"memory_size": 8} | changes))
     for parameter in agent.parameters():
         nn.init.normal_(parameter, std=0.5)
     return agent

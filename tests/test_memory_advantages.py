@@ -60,7 +60,7 @@ def teach(agent):
         reset[0].zero_()
         keep[0].copy_(torch.tensor([0.0, -2e4])), keep[1].fill_(1e4)
     content[0].copy_(torch.tensor([1.0, 0.0])), content[1].zero_()
-    agent.critic[0].weight.data.copy_(torch.eye(1, agent.args.hidden_size)), agent.critic[0].bias.data.zero_()
+    agent.critic[0].weight.data.copy_(torch.eye(1, agent.args.memory_size)), agent.critic[0].bias.data.zero_()
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
@@ -69,7 +69,7 @@ def test_zero_advantage_probe(script, small_args, end, discrete, cell):
     """The values depend on what was seen at the episode's start only. Episodes end at every position of the rollout, in
     four environments that are out of step: every return is its value, in the first epoch and when recomputed."""
     settings = {"norm_obs": False, "norm_reward": False, "gamma": GAMMA, "num_steps": 6, "num_minibatches": 2}
-    settings |= {"cell": cell, "hidden_sizes": (), "hidden_size": 8, "learning_rate": 0.0}
+    settings |= {"cell": cell, "hidden_sizes": (), "memory_size": 8, "learning_rate": 0.0}
     settings |= {"env_kwargs": json.dumps({"discrete": discrete, "cell": cell, "end": end})}
     agent, run_dir = script.train(small_args(env_id="memory/Recall-v0", total_timesteps=24, **settings))
     teach(agent)

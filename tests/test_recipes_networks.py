@@ -51,7 +51,7 @@ def test_images_with_memory(tmp_path, watch):
     gradient reaches the CNN. Images are stored as they are."""
     script = with_recipes("ppo_rnn", "images_with_memory")
     changes = {"num_envs": 16, "num_steps": 8, "total_timesteps": 3840, "num_minibatches": 2, "update_epochs": 4}
-    changes |= {"hidden_size": 32, "learning_rate": 1e-3, "env_id": "recipes/Flash-v0"}
+    changes |= {"memory_size": 32, "learning_rate": 1e-3, "env_id": "recipes/Flash-v0"}
     minibatches = watch(script, "replay_rollout")
     args = script.Args(**SMALL | changes, runs_dir=str(tmp_path))
     agent, run_dir = script.train(args)

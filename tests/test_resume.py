@@ -157,7 +157,7 @@ def test_other_actions_than_the_checkpoints(script, run_dir, main):
     assert main(script, "--resume", run_dir, "--total-timesteps=512").returncode == 0
 
 
-OTHER_NETWORKS = {"ppo_rnn": [["--cell=gru"], ["--hidden-size=64"]]}
+OTHER_NETWORKS = {"ppo_rnn": [["--cell=gru"], ["--memory-size=64"]]}
 SMALLER, FEWER, MORE = (["--hidden-sizes", *sizes.split()] for sizes in ("32 32", "64", "64 64 64"))
 
 

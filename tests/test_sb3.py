@@ -39,7 +39,7 @@ ORACLES = {  # class, its policy, environment; settings of the script, and of th
         "MlpLstmPolicy",
         "box/Chain-v0",
         # sb3-contrib stops the critic's gradient before a shared memory. So the value loss has no weight.
-        {"hidden_size": 8, "vf_coef": 0.0},
+        {"memory_size": 8, "vf_coef": 0.0},
         {"lstm_hidden_size": 8, "shared_lstm": True, "enable_critic_lstm": False},
     ),
 }
