@@ -10,7 +10,7 @@
     python variants/ppo_rlhf.py                         # the built-in task: no download, minutes on one core
     python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt             # Hugging Face models
     python variants/ppo_rlhf.py --model A --reward my_rewards:score --prompts prompts.txt    # a Python function scores
-    python variants/ppo_rlhf.py --resume runs/NAME      # continue a run, also after a kill
+    python variants/ppo_rlhf.py --resume runs/NAME      # continue a run; repeat --reward if it had one
     python variants/ppo_rlhf.py --evaluate runs/NAME    # answers of the trained actor, their scores and KL
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
@@ -79,22 +79,22 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier with --model's tokenizer and one output, `score`
-    reward: str | None = None  # instead: module:function(prompts, answers) -> a score for each answer
+    reward: str | None = None  # instead: module:function(prompts, answers), two lists of texts -> a list of scores
     prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
     # --- answers
-    response_length: int = 16  # longest answer in tokens; EOS counts
+    response_length: int = 16  # longest answer in tokens; EOS counts. 16 suits the built-in task
     min_response_length: int = 1  # answers with fewer tokens are scored, but not trained on; EOS counts
     temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
-    top_k: int = 0  # sample from the k likeliest tokens; 0: from all. The losses always use all tokens
+    top_k: int = 0  # sample from the k likeliest tokens; 0: from all. The losses use the whole vocabulary
     top_p: float = 1.0  # sample from the likeliest tokens that add up to this probability; 1: all
     # --- PPO
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
-    micro_batch_size: int | None = None  # answers per gradient pass; gradients add up. None: the whole minibatch
+    micro_batch_size: int | None = None  # answers per forward or backward pass, but for generation. None: the minibatch
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
@@ -104,7 +104,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     vf_clip_coef: float | None = 0.2  # clip_coef of the value loss, as in baselines; None: not clipped
-    clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward
+    clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward; inf: not clipped
     kl_coef: float = 0.1  # weight of the KL penalty in the reward
     max_grad_norm: float = 1.0  # upper bound on the norm of each model's gradient; 0: none
 
@@ -174,7 +174,8 @@ def score_answers(args, reward_model, batch, texts, size):
     """Scores (B,). --reward reads texts [(prompt, answer), ...]. The model takes size answers at a time."""
     if args.reward is None:
         return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in batch))])
-    scores = torch.tensor(pkgutil.resolve_name(args.reward)(*map(list, zip(*texts))), dtype=torch.float32)
+    with torch.autocast(batch[0].device.type, enabled=False):  # a model in the function has the precision it was given
+        scores = torch.tensor(pkgutil.resolve_name(args.reward)(*map(list, zip(*texts))), dtype=torch.float32)
     if scores.shape != (len(texts),):
         raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)} for {len(texts)} answers")
     return scores.to(batch[0].device)
@@ -209,10 +210,10 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     """Advantages and returns of the tokens of answers, 0 after them; all (B, R). The last token of an answer
-    terminates the episode, EOS or not: the score is for the text within the limit, and nothing follows it."""
+    ends the episode, EOS or not: the score is for the text within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
-    never = torch.zeros_like(mask)  # needs no ends: rewards and values after an answer are 0
+    never = torch.zeros_like(mask)  # no ends are passed: the zeros after the last token stop the sum
     steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
@@ -329,7 +330,7 @@ def train(args=None, resume=None):
                 scores = score_answers(args, reward_model, batch, texts, S)  # (B,)
             log_probs, ref_log_probs, values = (torch.cat(x) for x in zip(*parts))  # (B, R)
             if not scores.isfinite().all():
-                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; the last checkpoint is kept")
+                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; nothing of it is saved")
 
             # --------------------------------------------------------------------------------------------- advantages
             kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # (B, R); the sum over an answer estimates its KL
@@ -340,11 +341,11 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------- update
             update_began_at = time.time()
             names = "policy_loss", "value_loss", "values", "entropy", "approx_kl", "old_approx_kl", "clipfrac"
-            metrics, num_minibatches = torch.zeros(len(names), device=device), 0
+            metrics, num_steps = torch.zeros(len(names), device=device), 0
             actor.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
             critic.train(checkpointing)
             for _ in range(args.ppo_epochs):
-                for minibatch in torch.randperm(B).to(device).split(M):  # (M,) numbers of answers
+                for minibatch in torch.randperm(B).to(device).split(M):  # (M,) indices of answers
                     num_tokens = trained[minibatch].sum()
                     if average_over_ranks(num_tokens.float()) == 0:  # no answer is long enough
                         continue
@@ -359,7 +360,7 @@ def train(args=None, resume=None):
                         if not used.any():
                             continue
                         weight = used.sum() / num_tokens  # losses are means over the tokens of the minibatch
-                        # Only trained tokens count, in losses as in metrics: (tokens,)
+                        # Only trained tokens count: (tokens,)
                         with autocast:
                             new_log_probs, entropy = (x[used] for x in get_log_probs(actor, *inputs, args.temperature))
                         log_ratio = new_log_probs - log_probs[part][used]  # 0 in the first minibatch of an iteration
@@ -373,23 +374,24 @@ def train(args=None, resume=None):
                         with torch.no_grad():
                             k3, k1 = (log_ratio.expm1() - log_ratio).mean(), -log_ratio.mean()  # estimate KL(old, new)
                             clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
-                            losses = policy_loss, value_loss, new_values.mean(), entropy.mean(), k3, k1, clipfrac
-                            metrics += weight * torch.stack(losses)
+                            measured = policy_loss, value_loss, new_values.mean(), entropy.mean(), k3, k1, clipfrac
+                            metrics += weight * torch.stack(measured)
                     apply_gradient(actor, actor_optimizer, args.max_grad_norm)
                     apply_gradient(critic, critic_optimizer, args.max_grad_norm)
-                    num_minibatches += 1
+                    num_steps += 1
             if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
-                raise UsageError(f"iteration {iteration} gave NaN or infinity; the last checkpoint is kept")
+                raise UsageError(f"iteration {iteration} gave NaN or infinity; nothing of it is saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars = {
                 "charts/reward": scores.mean(),  # the scores alone, neither clipped nor with the KL penalty
                 "charts/kl": kl.sum(-1).mean(),  # KL(actor, reference) in nats per answer, by k1
-                "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3: of less variance, never below 0
+                "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3, never below 0
+                "charts/clipped_scores": (scores.abs() > args.clip_reward).float().mean(),  # share of the answers
                 "charts/response_length": mask.sum(-1).float().mean(),
                 # The share of answers that end with an end token.
                 "charts/ended": (mask & torch.isin(sequences[:, -mask.shape[1] :], end_tokens)).any(-1).float().mean(),
-                **{f"losses/{name}": metric / num_minibatches for name, metric in zip(names, metrics)},
+                **{f"losses/{name}": metric / num_steps for name, metric in zip(names, metrics)},
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
             }
             if args.model is None:
@@ -404,7 +406,7 @@ def train(args=None, resume=None):
             scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
             run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
             if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
-                run.save_model(actor, tokenizer, "actor")  # first: --resume writes it anew after a kill
+                run.save_model(actor, tokenizer, "actor")  # first: after a kill in between, --resume writes it again
                 run.save(learners)
         return actor, run.dir
 
@@ -423,7 +425,7 @@ def check(args, num_ranks):
         raise UsageError("give --model, --prompts and either --reward-model or --reward; or none (the built-in task)")
     if args.reward:  # fails now, not after the first answers
         module, _, function = args.reward.partition(":")
-        if not hasattr(pkgutil.resolve_name(module), function):
+        if module.endswith(".py") or not hasattr(pkgutil.resolve_name(module), function):
             raise UsageError(f"--reward {args.reward}: write MODULE:FUNCTION, a function of that module")
     if args.batch_size % (parts := num_ranks * args.num_minibatches):
         raise UsageError(f"--batch-size must be a multiple of num_minibatches * processes = {parts}")
@@ -531,7 +533,7 @@ def load_model(kind, name, new_layer=None):
 
 
 def make_models(args, device, run_dir=None):
-    """Tokenizer, reference and reward model, frozen. With --reward, the latter is only what the critic begins as: the
+    """Tokenizer, reference and reward model, frozen. With --reward, the third only initializes the critic: it is the
     language model with a layer of zeros. run_dir: --resume and --evaluate read built-in models from there."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -718,7 +720,7 @@ class Run:
         for part in (model, tokenizer):
             part.save_pretrained(self.dir / f"{name}.tmp")
         shutil.rmtree(self.dir / name, ignore_errors=True)
-        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # a kill never leaves a half-written folder
+        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # the name stands for a whole folder
 
     def save(self, learners):
         """Replace checkpoint.pt atomically, so that a kill leaves a whole file."""
@@ -771,7 +773,7 @@ def evaluate(run_dir, args):
     device, *_ = start_device(args)
     tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
-    # requires_grad: else autocast would not keep the rounded weights, but round them again for every token.
+    # requires_grad: autocast keeps rounded weights only of such parameters, and rounds others again for every token.
     actor = copy.deepcopy(reference).requires_grad_(True)
     actor.load_state_dict(load_checkpoint(run_dir)["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
