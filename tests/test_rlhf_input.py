@@ -4,6 +4,7 @@ import io
 import sys
 
 import pytest
+import torch
 from conftest import flags_of
 from rlhf import ppo_rlhf, rows, save, transformers
 
@@ -168,6 +169,19 @@ def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
     assert evaluated.returncode == 0 and "7 answers: mean reward" in evaluated.stdout, evaluated.stderr
     with pytest.raises(ppo_rlhf.UsageError, match=r"count_words:too_few gave scores of shape \(1,\) for 8 answers"):
         ppo_rlhf.train(rlhf_args(**given, reward="count_words:too_few"))
+    with pytest.raises(ppo_rlhf.UsageError, match=r"--reward count_words\.py:length: write MODULE:FUNCTION"):
+        ppo_rlhf.train(rlhf_args(**given, reward="count_words.py:length"))
+
+
+def test_a_model_in_a_function_keeps_its_precision(rlhf_args, tmp_path, monkeypatch):
+    """On CUDA the script's own models compute in bfloat16, whose 1,000 + 3 is 1,004. A user's do not."""
+    (tmp_path / "ones.py").write_text(
+        "import torch\n\ndef score(prompts, answers):\n    return torch.ones(len(prompts), 1003) @ torch.ones(1003)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = ppo_rlhf.score_answers(rlhf_args(reward="ones:score"), None, torch.zeros(1, 2), [("a", "b")] * 2, 2)
+    assert scores.tolist() == [1003, 1003]
 
 
 def test_text_that_the_terminal_cannot_encode(rlhf_args, monkeypatch):

@@ -17,15 +17,15 @@
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
 1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
-   bootstraps from the observation before the last step (rsl_rl). `masked` learns nothing from that step (Brax).
-2. --advantages: `gae` is delta_t + gamma lambda A_{t+1}. `brax` drops this lambda, but keeps GAE's A_{t+1} (Google).
-   With --recompute-targets (Google), every minibatch computes them again, with the current critic.
+   bootstraps from the observation before the last step (rsl_rl). `masked` gives that step the advantage 0 (Brax).
+2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is delta_t + gamma A_{t+1}, with GAE's A_{t+1}
+   (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
 5. --policy: normal with a learned standard deviation (rsl_rl), or tanh-squashed, with a state-dependent one.
 6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
-Always: statistics of observations change between rollouts only. Every epoch shuffles anew. The gradients of actor and
-critic are clipped separately (rsl_rl 4.0). The critic may see more than the actor: {"policy": ..., "critic": ...}.
+--update changes the network, gamma and more too: see GOOGLE. Statistics of observations change between rollouts only.
+Actor and critic have their own gradient clipping (rsl_rl 4.0). The critic may see more: {"policy": ..., "critic": ...}.
 
 Shapes: T = num_steps, N = environments of this process, L = unroll_length, or T without it, C = N * T / L unrolls,
 M = unrolls of a minibatch, or without --unroll-length its single steps, in one row. D = observation of the actor,
@@ -99,8 +99,8 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps (or unrolls) of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: V(final_obs), else V(obs before)
-    advantages: Literal["gae", "brax"] = "gae"  # brax: reward + gamma * next lambda return - value
+    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: V(final_obs), else V(s_t); masked: skip it
+    advantages: Literal["gae", "brax"] = "gae"  # brax: r_t + gamma R_{t+1} - V(s_t), R: lambda returns
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
@@ -118,7 +118,7 @@ GOOGLE = dict(
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# As NVIDIA's text describes it. What its formulas print is --update google --no-recompute-targets.
+# As NVIDIA's text describes it. Its formulas differ: they are --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -254,7 +254,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
     """Rewards, values, timeout_values and ends of unrolls, (L, C) -> advantages, returns (L, C). last_values (C,): V
     after the last step of an unroll. timeout_values: V of the observation after a truncated step, or its substitute."""
-    if args.timeouts == "masked":  # Brax: reward V(s_t), next value 0: no error, no advantage (before --norm-adv)
+    if args.timeouts == "masked":  # reward V(s_t) and next value 0: the advantage is 0, until --norm-adv shifts it
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
     next_values = torch.where(truncations, timeout_values, torch.cat([values[1:], last_values.unsqueeze(0)]))
@@ -285,7 +285,7 @@ def ppo_loss(agent, args, minibatch):
     new_log_probs, entropy = agent.get_log_prob_and_entropy(mean, std, minibatch["actions"])
     log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration, up to rounding
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    if args.recompute_targets:  # Google: with the current critic, whose values are the timeout_values too
+    if args.recompute_targets:  # Google: with the current critic; after a time-out its V(s_t), unless masked
         critic_obs = torch.cat([minibatch["critic_obs"], minibatch["last_critic_obs"]])  # (L + 1, M, P)
         new_values = agent.get_value(critic_obs)
         last_values, new_values = new_values[-1].detach(), new_values[:-1]
@@ -415,7 +415,7 @@ def train(args=None, resume=None):
         terminations, truncations, has_final_obs, logged_ends = torch.zeros(4, T, N, dtype=torch.bool, device=device)
         episode_returns, episode_lengths = torch.zeros(2, N, device=device)
         shortened = torch.zeros(N, dtype=torch.bool, device=device)  # in a staggered first episode, which is not logged
-        # Otherwise all environments reach the time limit together, and a batch holds one phase of the episode.
+        # Without this, all environments reach the time limit together, and a batch holds one phase of the episode.
         if args.stagger_envs and hasattr(envs, "episode_length_buf"):
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
             shortened.fill_(True)
@@ -900,6 +900,8 @@ def evaluate(agent, envs, seed, deterministic=True):
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns += torch.where(running, rewards, 0.0)  # what comes after the end may be NaN
             running &= ~(terminations | truncations)
+    if running.any():
+        print(f"{running.sum()} episodes are cut after 30,000 steps")
     return episodic_returns.cpu().numpy()
 
 
