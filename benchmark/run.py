@@ -265,11 +265,8 @@ def run_here(jobs, at_once, gpus):
                 continue
             except Exception as error:
                 failed[job], text = error, f"failed: {error}"
-            try:
-                progress.write(f"[{len(ended)}/{len(jobs)}] {job}: {text}", file=sys.stdout)
-                sys.stdout.flush()
-            except BrokenPipeError:  # nobody reads on, as in `| head`
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for the rest of this process
+            progress.write(f"[{len(ended)}/{len(jobs)}] {job}: {text}", file=sys.stdout)
+            sys.stdout.flush()
     for number, handler in before.items():
         signal.signal(number, handler)
     if stop.is_set():

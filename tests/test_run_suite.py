@@ -199,12 +199,3 @@ def test_damaged_run(run_dir, tmp_path, main):
     done = main(suites, *words_of(tmp_path, "--seeds=2"))
     assert done.returncode == 1 and "1 of 2 runs have finished" in done.stdout
     assert f"failed: ppo_discrete CartPole-v1 seed 1: {path} is damaged" in done.stderr
-
-
-def test_nobody_reads_what_a_suite_prints(tmp_path):
-    """As with `| head -1`: all runs are trained."""
-    process = start_suite(tmp_path, "--seeds=2", "--jobs=1")
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=200) == 0
-    assert [run_folder.is_finished(path) for path in run_dirs(tmp_path)] == [True, True]
