@@ -318,6 +318,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
+    args = dataclasses.replace(args, **{k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # from numpy
     check(args)
     T, N = args.num_steps, args.num_envs
     B, M = T * N, T * N // args.num_minibatches
@@ -447,7 +448,7 @@ def train(args=None, resume=None):
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["charts/policy_std"] = agent.get_mean_and_log_std(obs[0])[1].exp().mean().detach()
             run.log(global_step, episodes, scalars)
-            run.save(agent, optimizer, force=iteration in (1, num_iterations))
+            run.save(agent, optimizer, force=iteration == num_iterations)
             if args.capture_video and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
                 evaluate(agent, args, episodes=1, video_dir=run.dir / "videos", name=f"step-{global_step}")
         return agent, run.dir
@@ -536,7 +537,7 @@ def make_envs(args):
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
     if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
-        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py")
+        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py, or a wrapper")
     return envs
 
 
@@ -599,7 +600,7 @@ class Run:
             self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
-        self.last_log = self.last_save = time.monotonic()
+        self.last_log, self.last_save = time.monotonic(), -math.inf  # the first iteration is saved
         compiling = ", compiling" if args.compile else ""
         print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}{compiling}", flush=True)
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
@@ -729,7 +730,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
-        elif isinstance(current, tuple) and value.startswith("["):
+        elif isinstance(current, (tuple, list)) and value.startswith("["):
             argv += [flag, *value.strip("[]").replace(",", " ").split()]
             continue
         argv.append(word)

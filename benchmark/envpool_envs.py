@@ -7,6 +7,7 @@ Every MuJoCo task of gymnasium, -v4 and -v5, is registered as EnvPool/NAME. `--e
 the threads of a run; without it there is one for each core. `--evaluate` and videos use gymnasium's own environment.
 """
 
+import dataclasses
 import os
 import re
 from functools import partial
@@ -38,6 +39,14 @@ class EnvPoolVector(gym.vector.VectorEnv):
         self.single_action_space = spec.gymnasium_action_space
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    @property
+    def spec(self):
+        return getattr(self, "_spec", None)
+
+    @spec.setter
+    def spec(self, spec):  # gymnasium gives the registered one, which does not know the limit of --env-kwargs
+        self._spec = dataclasses.replace(spec, max_episode_steps=self.max_episode_steps)
 
     def set_attr(self, name, values):
         setattr(self, name, np.array(values))

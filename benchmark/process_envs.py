@@ -33,6 +33,11 @@ def make_env(spec, kwargs):
     return env if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 else gym.wrappers.FlattenObservation(env)
 
 
+def flat_mask(mask):
+    """A copy of a mask, or of a tuple of masks, one for each dimension of the action."""
+    return mask.flatten() if isinstance(mask, np.ndarray) else np.hstack(mask)
+
+
 class Share:
     """The n environments of one process. `rows` (n,) is shared memory. Other results are (environment, name, value)."""
 
@@ -58,7 +63,7 @@ class Share:
                     sys.modules["torch"].manual_seed(seed)
             row["obs"], info = env.reset(seed=seed, options=options)
             if "action_mask" in info:
-                found.append((n, "action_mask", np.hstack(info["action_mask"])))  # hstack: for a tuple of masks
+                found.append((n, "action_mask", flat_mask(info["action_mask"])))
         return found
 
     def step(self, actions):
@@ -76,7 +81,7 @@ class Share:
                 obs, info = env.reset()
             np.copyto(row["obs"], obs, casting="same_kind")  # as a plain vector: floats are no integers
             if "action_mask" in info:
-                found.append((n, "action_mask", np.hstack(info["action_mask"])))
+                found.append((n, "action_mask", flat_mask(info["action_mask"])))
         return found
 
     def close(self):
@@ -110,6 +115,7 @@ class ProcessVector(gym.vector.VectorEnv):
         self.num_envs, self.metadata = num_envs, {"autoreset_mode": autoreset_mode}
         with make_env(spec, kwargs) as env:
             self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+            self.max_episode_steps = env.spec.max_episode_steps
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         obs = ("obs", self.single_observation_space.dtype, self.single_observation_space.shape)
@@ -153,6 +159,14 @@ class ProcessVector(gym.vector.VectorEnv):
         """values: a list with one for each environment, or one for all"""
         values = values if isinstance(values, list | tuple) else [values] * self.num_envs
         self.call_shares("set_attr", values, name)
+
+    @property
+    def spec(self):
+        return getattr(self, "_spec", None)
+
+    @spec.setter
+    def spec(self, spec):  # gymnasium gives the registered one, which does not know the limit of --env-kwargs
+        self._spec = dataclasses.replace(spec, max_episode_steps=self.max_episode_steps)
 
     def reset(self, *, seed=None, options=None):
         """seed: a list with one number for each environment, or the first of these numbers, or None."""

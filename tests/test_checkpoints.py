@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ONE, SCRIPTS, SMALL, assert_one_line, flags_of, probe
@@ -47,6 +48,15 @@ def test_damaged_checkpoint(script, run_dir, main, damage):
         with pytest.raises((KeyError, TypeError, EOFError, OSError, RuntimeError, pickle.UnpicklingError)):
             main(script, flag, run_dir)
         assert files == {path: path.read_bytes() for path in run_dir.iterdir()}
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(script, small_args):
+    """As from np.logspace in a notebook: the checkpoint can be loaded, and args.json be written."""
+    numbers = {"learning_rate": np.float64(1e-3), "gamma": np.float32(0.5), "seed": np.int64(3), "norm_adv": np.True_}
+    _, run_dir = script.train(small_args(total_timesteps=64, **numbers))
+    args = script.load_args(run_dir)
+    assert (args.learning_rate, args.gamma, args.seed, args.norm_adv) == (1e-3, 0.5, 3, True)
+    assert script.train(resume=run_dir)[1] == run_dir
 
 
 def test_a_flipped_bit_is_found(run_dir):

@@ -34,6 +34,8 @@ def test_lists(script):
     for words in (["--hidden_sizes=[64, 32]"], ["--hidden-sizes=[64,32]"], ["--hidden-sizes", "64", "32"]):
         assert script.parse_args([*words, "--seed=3"]).hidden_sizes == (64, 32), words
     assert script.parse_args(["--hidden_sizes=[16]", "--seed=3"]).hidden_sizes == (16,)
+    saved = script.Args(hidden_sizes=[8, 8])  # as from a notebook
+    assert script.parse_args(["--hidden-sizes=[64, 32]"], default=saved).hidden_sizes == (64, 32)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,10 @@ BAD = {
 WHOLE = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "Box(0, 9, (2,), int64)")}
 BAD_FOR = {
     "ppo_continuous": {
-        "wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has actions Discrete(2): use ppo_discrete.py"),
+        "wrong action space": (
+            {"env_id": "CartPole-v1"},
+            "CartPole-v1 has actions Discrete(2): use ppo_disc",
+        ),
         "several choices": ({"env_id": "discrete/Target-v0"}, "use ppo_discrete.py"),
         **WHOLE,
     },

@@ -116,6 +116,17 @@ def test_longer_total_stretches_the_schedules(script, run_dir, main):
     assert rates == pytest.approx([script.Args().learning_rate * fraction for fraction in fractions], rel=1e-5)
 
 
+def test_a_resumed_run_that_is_stopped_keeps_its_new_settings(script, run_dir, main, tmp_path):
+    """Its first iteration is saved, so the printed command goes on with them. Here the second iteration fails."""
+    args = dataclasses.replace(script.load_args(run_dir), learning_rate=1e-5, total_timesteps=512)
+    env_kwargs = json.dumps({"runs_dir": str(run_dir.parent)})
+    args = dataclasses.replace(args, env_id=probe(script, "Watching"), env_kwargs=env_kwargs)
+    with pytest.raises(RuntimeError, match="the simulator is lost"):
+        script.train(args, resume=run_dir)
+    assert script.load_checkpoint(run_dir)["global_step"] > 256
+    assert script.load_args(run_dir).learning_rate == 1e-5
+
+
 def test_resume_with_other_arguments(script, run_dir, main):
     """What is given again applies, everything else stays as it was."""
     before = script.load_args(run_dir)

@@ -278,6 +278,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
+    args = dataclasses.replace(args, **{k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # from numpy
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
@@ -405,7 +406,7 @@ def train(args=None, resume=None):
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(global_step, gather_from_ranks(episodes), scalars)
-            run.save(agent, optimizer, force=iteration in (1, num_iterations))
+            run.save(agent, optimizer, force=iteration == num_iterations)
             if args.capture_video and rank == 0 and (iteration == 1 or iteration % math.ceil(num_iterations / 10) == 0):
                 evaluate(agent, args, episodes=1, video_dir=run.dir / "videos", name=f"step-{global_step}")
         return agent, run.dir
@@ -505,7 +506,8 @@ class VectorMember(gym.Wrapper):
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
-        return {"action_mask": np.hstack(info["action_mask"])} if "action_mask" in info else {}
+        join = np.ravel if isinstance(info.get("action_mask"), np.ndarray) else np.hstack
+        return {"action_mask": join(info["action_mask"])} if "action_mask" in info else {}
 
 
 def make_env(args, **kwargs):
@@ -527,7 +529,8 @@ def make_env(args, **kwargs):
 def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
+    env = make_env(args)  # what evaluation could not make fails now
+    if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
@@ -619,7 +622,7 @@ class Run:
             self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
-        self.last_log = self.last_save = time.monotonic()
+        self.last_log, self.last_save = time.monotonic(), -math.inf  # the first iteration is saved
         compiling = ", compiling" if args.compile else ""
         print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}{compiling}", flush=True)
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
@@ -749,7 +752,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
-        elif isinstance(current, tuple) and value.startswith("["):
+        elif isinstance(current, (tuple, list)) and value.startswith("["):
             argv += [flag, *value.strip("[]").replace(",", " ").split()]
             continue
         argv.append(word)

@@ -347,6 +347,7 @@ def train(args=None, resume=None):
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
+    args = dataclasses.replace(args, **{k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # from numpy
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
@@ -521,7 +522,7 @@ def train(args=None, resume=None):
             for name in {name for numbers in simulator_logs for name in numbers}:
                 scalars[name] = torch.stack([x[name].to(device) for x in simulator_logs if name in x]).mean()
             run.log(global_step, gather_from_ranks(episodes), scalars)
-            run.save(agent, optimizer, force=iteration in (1, num_iterations))
+            run.save(agent, optimizer, force=iteration == num_iterations)
         return agent, run.dir
 
 
@@ -770,7 +771,7 @@ class Run:
             self.episodes_file.write("global_step,episodic_return,episodic_length,seconds\n")
         self.recent_returns = deque(self.checkpoint.get("recent_returns", []), maxlen=100)
         self.start_time = time.monotonic() - self.checkpoint.get("seconds", 0.0)
-        self.last_log = self.last_save = time.monotonic()
+        self.last_log, self.last_save = time.monotonic(), -math.inf  # the first iteration is saved
         compiling = ", compiling" if args.compile else ""
         print(f"{self.dir}: step {self.global_step:,} of {self.total_steps:,}{compiling}", flush=True)
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
@@ -915,7 +916,7 @@ def parse_args(words, default=None):
             word = flag if value == "True" else f"--no-{flag[2:]}"
         elif isinstance(current, int) and re.fullmatch(r"\d+\.0|\d+e\+?\d+", value):
             word = f"{flag}={float(value):.0f}"
-        elif isinstance(current, tuple) and value.startswith("["):
+        elif isinstance(current, (tuple, list)) and value.startswith("["):
             argv += [flag, *value.strip("[]").replace(",", " ").split()]
             continue
         argv.append(word)
