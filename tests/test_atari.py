@@ -185,8 +185,10 @@ def test_a_game_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert [path.name for path in (run_dir / "videos").glob("*.mp4")] == ["evaluation-episode-0.mp4"]
     with pytest.raises(script.UsageError, match="ALE/NAME-v5"):
         main("--env-id", "BreakoutNoFrameskip-v4")
-    with pytest.raises(script.UsageError, match="unexpected keyword argument 'mode'"):
-        main(*game, "--env-kwargs", '{"mode": 1}')  # which ale-py's vector of games does not take
+    with pytest.raises(script.UsageError, match="unexpected keyword argument 'difficulty'"):
+        main(*game, "--env-kwargs", '{"difficulty": 0}')  # which ale-py's vector of games does not take
+    with pytest.raises(TypeError, match="unexpected keyword argument 'noop_max'"):
+        main(*game, "--env-kwargs", '{"noop_max": 0}')  # which evaluation does not take
     with pytest.raises(gym.error.NameNotFound):
         main("--env-id", "ALE/Brakeout-v5")
 

@@ -347,7 +347,6 @@ def train(args=None, resume=None):
     # --------------------------------------------------------------------------------------------------------- set-up
     resume = resume and find_run(resume, (args or Args()).runs_dir)
     args = args or (load_args(resume) if resume else Args())
-    args = dataclasses.replace(args, **{k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # from numpy
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
