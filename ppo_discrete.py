@@ -307,7 +307,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # a checkpoint with numpy's fails
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's would not load
     check(args)
     T, N = args.num_steps, args.num_envs
     B, M = T * N, T * N // args.num_minibatches
