@@ -45,7 +45,7 @@ SMALL = {
     "compile": False,
 }
 ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_memory.py has the other kind
-REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v4"}
+REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v5"}
 MASKS = {"ppo_continuous": [], "ppo_discrete": [None], "ppo_rnn": [None]}  # what ppo_loss takes behind the actions
 
 
