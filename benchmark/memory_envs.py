@@ -8,7 +8,7 @@ python ppo_rnn.py --env-id popgym:popgym-RepeatPreviousEasy-v0 FLAGS            
 import gymnasium as gym
 import numpy as np
 
-VELOCITIES = {"CartPole-v1": [1, 3], "Pendulum-v1": [2], "MountainCar-v0": [1], "Acrobot-v1": [4, 5]}
+VELOCITIES = {"CartPole-v1": [1, 3], "Pendulum-v1": [2]}
 
 
 class MaskVelocity(gym.ObservationWrapper):

@@ -51,10 +51,6 @@ def train_from(agent, args, run_dir):
     return script.train(args, run_dir)
 
 
-def gym_envs(env_id, num_envs):
-    return script.GymEnvs(env_id, num_envs, torch.device("cpu"))
-
-
 class Narrow(gym.Env):
     """Bounds of 64-bit numbers that 32 bits cannot hold: the nearest ones are outside."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, Policy
 from probes import register
 
 from benchmark import self_play_envs
@@ -94,16 +94,6 @@ def minibatch(size=32, obs_size=3, action_size=2):
     return torch.randn(size, obs_size), torch.rand(size, action_size), log_probs, values, advantages, returns
 
 
-class Outputs:
-    """Stands in for an agent, whose log-probabilities and values are given."""
-
-    def __init__(self, log_probs, values):
-        self.outputs = log_probs, torch.zeros_like(values), values
-
-    def get_action_and_value(self, obs, action, *masks):
-        return action, *self.outputs
-
-
 def loss_of(module, log_ratio=None, advantages=None, new_values=None, old_values=None, returns=None, **args):
     """ppo_loss and its metrics; what is not given is 0."""
     given = log_ratio, advantages, new_values, old_values, returns
@@ -112,7 +102,7 @@ def loss_of(module, log_ratio=None, advantages=None, new_values=None, old_values
     args = module.Args(**{"norm_adv": False, "vf_coef": 1.0} | args)
     masks = [] if module.__name__.startswith("ppo_continuous") else [None]
     minibatch = zeros, old_values, advantages, returns
-    return module.ppo_loss(Outputs(log_ratio, new_values), args, None, None, *masks, *minibatch)
+    return module.ppo_loss(Policy(log_ratio, zeros, new_values), args, None, None, *masks, *minibatch)
 
 
 class TwoViews(gym.Env):

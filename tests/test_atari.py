@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(ROOT / "variants"))
 import ppo_atari as script
@@ -28,24 +27,6 @@ def rows(run_dir):
     """episodes.csv: (step, return, length) of each episode"""
     lines = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
     return [(int(step), float(episodic_return), int(length)) for step, episodic_return, length, _ in lines]
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    """watch("name"): from now on the calls of the script's function of that name, as [(arguments, result), ...]."""
-
-    def watch(name):
-        original, calls = getattr(script, name), []
-
-        def watched(*arguments):
-            copies = tree_map_only(torch.Tensor, torch.clone, arguments)  # the script writes into its tensors again
-            calls.append((copies, original(*arguments)))
-            return calls[-1][1]
-
-        monkeypatch.setattr(script, name, watched)
-        return calls
-
-    return watch
 
 
 class Games(ale_py.AtariVectorEnv):
@@ -103,7 +84,7 @@ def test_scores_and_what_the_learner_sees(tmp_path, watch, name):
     The same actions in a second vector of the same games, which knows nothing of lost lives: its own ends and its
     rewards give the rows of episodes.csv. What reaches the advantages: the sign of each reward, every lost life as a
     termination, and the final observations of truncated games only."""
-    estimates, (frames, num_steps) = watch("estimate_advantages"), CASES[name]
+    estimates, (frames, num_steps) = watch(script, "estimate_advantages"), CASES[name]
     limit, size = {"max_num_frames_per_episode": frames}, {"img_height": 36, "img_width": 36}
     run_dir = play(tmp_path, name, limit | size, num_steps=num_steps, total_timesteps=4 * 8 * num_steps)
     games = Games.last
@@ -196,7 +177,7 @@ def test_a_game_of_the_command_line(tmp_path, monkeypatch, capsys):
 def test_ratio_is_one_in_the_first_minibatch(tmp_path, watch):
     """In two iterations of one minibatch and two epochs. A ratio r adds r - 1 - log(r) to the KL, which is 0 only for
     r = 1."""
-    minibatches = watch("ppo_loss")
+    minibatches = watch(script, "ppo_loss")
     play(tmp_path, "Breakout", {}, num_envs=2, num_steps=32, update_epochs=2, total_timesteps=128, learning_rate=1e-3)
     kls = [metrics["approx_kl"].item() for _, (_, metrics) in minibatches]
     assert len(kls) == 4 and max(kls[::2]) < 1e-10 and min(kls[1::2]) > 1e-8
@@ -281,7 +262,7 @@ gym.register("images/First-v0", Sides, kwargs={"shape": (3, 40, 48)}, disable_en
 def test_images(tmp_path, watch, name):
     """Channels first or last: stored as bytes, learned, saved, loaded, evaluated. The final observations that the
     critic sees are those that the environment ended in. Rewards are raw in what is reported."""
-    estimates, changes = watch("estimate_advantages"), {"total_timesteps": 1024, "update_epochs": 4}
+    estimates, changes = watch(script, "estimate_advantages"), {"total_timesteps": 1024, "update_epochs": 4}
     agent, run_dir = train(tmp_path, env_id=f"images/{name}-v0", learning_rate=1e-3, **changes)
     (_, obs, _, final_obs, rewards, *_), _ = estimates[0]
     assert obs.dtype == final_obs.dtype == torch.uint8 and (final_obs == 7).all() and len(final_obs) == 64

@@ -71,15 +71,6 @@ def test_task_that_is_unknown(tmp_path):
         ppo_continuous.train(ppo_continuous.Args(env_id=env_id, runs_dir=str(tmp_path)))
 
 
-def test_envpool_is_not_installed(tmp_path):
-    """The last line says what to install."""
-    (tmp_path / "envpool.py").write_text("raise ModuleNotFoundError(\"No module named 'envpool'\")")
-    env_id = "benchmark.envpool_envs:EnvPool/HalfCheetah-v4"
-    finished = run("ppo_continuous", f"--env-id={env_id}", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    line = finished.stderr.splitlines()[-1]
-    assert finished.returncode == 1 and "No module named 'envpool': python -m pip install envpool" in line
-
-
 def test_agreement_with_gymnasium():
     """The study says so for every task; here its first row."""
     pytest.importorskip("envpool")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_envs
 from conftest import assert_one_line, flags_of
-from gpu_sim import Narrow, agent_for, env_id_of, gym_envs, make_agent, make_args, script
+from gpu_sim import Narrow, agent_for, env_id_of, make_agent, make_args, script
 
 
 def test_environments_like_those_of_isaac_lab(tmp_path):
@@ -169,7 +169,7 @@ def test_privileged_observations_reach_the_critic_only(update):
 
 def test_gymnasium(tmp_path):
     """A vector of gymnasium environments, its final observations where they belong."""
-    envs = gym_envs("InvertedPendulum-v4", 3)
+    envs = script.GymEnvs("InvertedPendulum-v4", 3, torch.device("cpu"))
     obs, _ = envs.reset(seed=1)
     for _ in range(200):
         obs, _, terminations, _, infos = envs.step(torch.ones(3, 1))

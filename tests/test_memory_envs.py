@@ -3,13 +3,11 @@
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import SMALL, flags_of
 
-import ppo_rnn
 from benchmark import memory_envs
 
 
-@pytest.mark.parametrize("name", ["CartPole", "Pendulum", "MountainCar", "Acrobot"])
+@pytest.mark.parametrize("name", ["CartPole", "Pendulum"])
 def test_masked_velocities(name):
     """They read 0 in every observation, positions as they are; the time limit still truncates."""
     (original,) = (env_id for env_id in memory_envs.VELOCITIES if env_id.startswith(name))
@@ -27,13 +25,4 @@ def test_masked_velocities(name):
         whole, *_ = plain.step(action)
         if terminated or truncated:
             break
-    assert moved and (truncated or name in ("CartPole", "Acrobot"))
-
-
-def test_training_without_velocities(tmp_path, main):
-    """As docs/rnn.md says it; evaluation finds the environment again."""
-    env_id = "benchmark.memory_envs:CartPoleNoVel-v1"
-    finished = main(ppo_rnn, *flags_of(env_id=env_id, runs_dir=tmp_path, **SMALL))
-    assert finished.returncode == 0, finished.stderr
-    finished = main(ppo_rnn, "--evaluate", next(tmp_path.iterdir()), "--env-id", env_id, "--eval-episodes=2")
-    assert finished.returncode == 0 and "mean" in finished.stdout, finished.stderr
+    assert moved and (truncated or name == "CartPole")

@@ -3,7 +3,6 @@ that has it into the others."""
 
 import ast
 import itertools
-import re
 import sys
 from pathlib import Path
 
@@ -16,8 +15,6 @@ OWN = {"Args", "Agent", "VectorMember", "make_envs", "check", "load_agent", "eva
 # This variant has services of its own; the formulas are the same.
 FORMULAS = {"layer_init", "explained_variance"}
 VARIANTS = ("variants/ppo_rlhf",)
-PARTS = ["agent", "advantages and losses", "train", "services: no PPO from here to the end"]
-PHASES = ["set-up", "storage", "rollout", "advantages", "update", "log and save"]
 
 
 def definitions(path):
@@ -63,16 +60,6 @@ def test_same_order(one, other):
     """So that `diff` shows what differs, and nothing else."""
     canonical, copy = definitions(ROOT / f"{one}.py"), definitions(ROOT / f"{other}.py")
     assert [name for name in canonical if name in copy] == [name for name in copy if name in canonical]
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_same_phases(name):
-    """Headings say which part of a script, and which phase of `train`, begins. docs/your-environment.md names these."""
-    text = (ROOT / f"{name}.py").read_text()
-    assert re.findall(r"# ={20,} (.+)", text) == PARTS
-    assert re.findall(r"# -{20,} (.+)", text) == PHASES
-    page = (ROOT / "docs" / "your-environment.md").read_text().replace("\n", " ")
-    assert all(f"*{phase}*" in page for phase in PHASES)
 
 
 if __name__ == "__main__":

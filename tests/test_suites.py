@@ -43,16 +43,6 @@ def test_figures_of_returns_between_0_and_1(tmp_path, script, small_args):
     assert float(report.summarise(run_dir)["last_100_mean"]) == 0.74
 
 
-def test_report_passes_over_other_folders(tmp_path):
-    """Run folders of scripts with other names, and what else has an args.json."""
-    (tmp_path / "args.json").write_text("{}")
-    for scripts in ([], ["mine.py"], ["ppo_discrete.py", "ppo_discrete_old.py"]):
-        for name in scripts:
-            (tmp_path / name).touch()
-        with pytest.raises(SystemExit, match="none of these"):
-            report.write_csv("some", [tmp_path])
-
-
 @pytest.mark.parametrize("suite, env_id", TASKS)
 def test_task_of_an_optional_package(suite, env_id, tmp_path, main):
     """Two iterations with the suite's own command."""
@@ -65,11 +55,18 @@ def test_task_of_an_optional_package(suite, env_id, tmp_path, main):
     assert checkpoint["global_step"] == 128
 
 
-@pytest.mark.parametrize("task", ["minatar_envs:MinAtar/Breakout-v1", "minigrid_envs:Image/MiniGrid-FourRooms-v0"])
-def test_package_is_not_installed(task, tmp_path):
+@pytest.mark.parametrize(
+    "name, task",
+    [
+        ("ppo_discrete", "minatar_envs:MinAtar/Breakout-v1"),
+        ("ppo_discrete", "minigrid_envs:Image/MiniGrid-FourRooms-v0"),
+        ("ppo_continuous", "envpool_envs:EnvPool/HalfCheetah-v4"),
+    ],
+)
+def test_package_is_not_installed(name, task, tmp_path):
     """The last line says what to install."""
     package = task.partition("_")[0]
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")")
-    finished = run("ppo_discrete", f"--env-id=benchmark.{task}", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    finished = run(name, f"--env-id=benchmark.{task}", PYTHONPATH=f"{tmp_path}:{ROOT}")
     line = finished.stderr.splitlines()[-1]
     assert finished.returncode == 1 and f"No module named '{package}': python -m pip install" in line
