@@ -484,7 +484,7 @@ def train(args=None, resume=None):
             if args.recompute_targets:  # what estimate_targets needs once more
                 batch |= {name: steps[name] for name in ("rewards", "terminations", "truncations")}
                 batch["last_critic_obs"] = critic_obs[L::L].flatten(0, 1).unsqueeze(0)  # (1, C, P)
-            if args.unroll_length is None:
+            if not args.unroll_length:
                 batch = {name: x.flatten(0, 1).unsqueeze(0) for name, x in batch.items()}  # (1, T * N, ...)
             if args.norm_obs:  # for the next rollout: this one is normalized already
                 agent.obs_rms.update(raw_obs[:T])
@@ -511,7 +511,7 @@ def train(args=None, resume=None):
             checked = {"observations": raw_obs, "critic observations": raw_critic_obs, "rewards": rewards}
             for name, x in {**checked, "weights": flat_parameters}.items():
                 if not x.isfinite().all():
-                    raise UsageError(f"NaN or infinity in the {name}: the last checkpoint in {run.dir} is kept")
+                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
