@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# What to try first on a machine with an NVIDIA GPU, in three parts. What they print and measure goes to the folder $OUT.
+# What to try first on a machine with an NVIDIA GPU, in three parts. Logs and figures go to the folder $OUT.
 #
-#     bash benchmark/first_gpu.sh run        # 4 minutes: does everything run on CUDA, and how fast?
-#     bash benchmark/first_gpu.sh compare    # 6 minutes: the same weights by graphs? beside LeanRL and rsl_rl on this card
+#     bash benchmark/first_gpu.sh run        # 7 minutes: does everything run on CUDA, and how fast?
+#     bash benchmark/first_gpu.sh compare    # 8 minutes: rsl_rl and LeanRL on this card; the same weights by graphs?
 #     bash benchmark/first_gpu.sh learn      # 9 minutes (SECONDS_TO_LEARN=540): Pong, with 64 games
 #
 # `compare` needs LEANRL=PATH, a checkout of LeanRL at 760837e. Without a network, WHEELS=FOLDER installs the wheels of a
 # folder into ./site first. This fills it, for Python 3.12, beside a torch with CUDA that is there already:
 #     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #         --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d WHEELS \
-#         gymnasium farama-notifications ale-py tyro docstring-parser typeguard mujoco mujoco-core glfw pyopengl filelock \
-#         tqdm tensorboard rsl-rl-lib tensordict==0.10.0 "pyvers<0.2" orjson importlib-metadata zipp
+#         gymnasium==1.4.0 farama-notifications ale-py==0.12.1 tyro==1.0.17 docstring-parser typeguard mujoco==4.0.0 \
+#         mujoco-core==4.0.0 glfw pyopengl filelock tqdm tensorboard rsl-rl-lib==5.5.1 tensordict==0.10.0 \
+#         "pyvers<0.2" orjson
 # Goals on an H100: Breakout with 8 games above 6,809 steps/s (LeanRL's own figure) and above LeanRL here, with 128 games
 # above 18,000; ppo_gpu_sim.py's learner above rsl_rl's; Pong above 20 within ten minutes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} OUT=$(realpath -m "${OUT:-gpu}") DEVICE=${DEVICE:-cuda} SHARE=${SHARE:-1} # SHARE=0.1: a try
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=site:${PYTHONPATH:-}
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD/site:${PYTHONPATH:-}
+RUNS=$(mktemp -d) # run folders are large; what is worth keeping is copied to $OUT
 mkdir -p "$OUT"
 exec > >(tee -a "$OUT/${1:-run}.log") 2>&1
 if [ -n "${WHEELS:-}" ] && [ ! -d site ]; then
@@ -25,8 +27,13 @@ fi
 
 part() { echo "=== $(date +%T) $*"; }
 steps() { $PYTHON -c "print(int($1 * $SHARE))"; }
-# The last lines of a training, among them its steps/s, or of its error.
-train() { timeout 150 $PYTHON "$@" --runs-dir "$OUT/runs" 2>&1 | tail -5; }
+# The end of a training's output: some lines, among them its steps/s, or 60 if it failed.
+train() {
+    local rc=0
+    timeout 150 $PYTHON "$@" --runs-dir "$RUNS" > "$RUNS/log" 2>&1 || rc=$?
+    tail -n $((rc ? 60 : 8)) "$RUNS/log"
+    echo "exit code $rc (124: stopped after 150 s)"
+}
 
 case ${1:-} in
 run)
@@ -50,28 +57,37 @@ print('torch', torch.__version__, 'gymnasium', gymnasium.__version__, 'ale-py', 
         --total-timesteps "$(steps 4000000)"
     part language model
     train variants/ppo_rlhf.py --device "$DEVICE" --total-episodes "$(steps 1280)"
+    cp "$RUNS"/*/metrics.csv "$OUT"
     ;;
 compare)
-    part weights after two iterations, with CUDA graphs and without compilation
+    part learner of ppo_gpu_sim.py beside rsl_rl
+    timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py learner --repeats 1 --device "$DEVICE" \
+        && cp benchmark/studies/speed_gpu_sim.csv "$OUT"
+    # Without TF32 on either side. On a CPU, rounding makes them differ by up to WEIGHTS.
+    part weights after one iteration, with CUDA graphs and without compilation
+    export NVIDIA_TF32_OVERRIDE=0
     for flag in --compile --no-compile; do
-        train variants/ppo_atari.py --device "$DEVICE" --total-timesteps 2048 "--exp-name=two$flag" $flag
+        train variants/ppo_atari.py --device "$DEVICE" --total-timesteps 1024 "--exp-name=one$flag" $flag
     done
+    unset NVIDIA_TF32_OVERRIDE
     (cd variants && $PYTHON -c "import glob, ppo_atari
-a, b = (ppo_atari.load_agent(glob.glob(f'$OUT/runs/*two--{flag}__*')[-1]) for flag in ('compile', 'no-compile'))
+a, b = (ppo_atari.load_agent(glob.glob(f'$RUNS/*one--{flag}__*')[-1]) for flag in ('compile', 'no-compile'))
 for (name, x), y in zip(a.named_parameters(), b.parameters()):
     print(f'{name:16} size {x.abs().max():.2e}, differs by {(x - y).abs().max():.2e}')")
-    part Breakout, ours, LeanRL, the games alone
-    speed="$PYTHON benchmark/speed.py atari-8 atari-128 --repeats 1 --scale $SHARE"
-    $speed ${LEANRL:+--leanrl "$LEANRL"} || $speed # if LeanRL fails, ours alone
-    part learner of ppo_gpu_sim.py beside rsl_rl
-    $PYTHON benchmark/studies/speed_gpu_sim.py learner --repeats 1 --device "$DEVICE"
-    cp benchmark/results/speed.csv benchmark/studies/speed_gpu_sim.csv "$OUT"
+    for case in atari-8 atari-128; do # one call each: a case is written whole or not at all
+        part "$case: ours, LeanRL, the games alone"
+        speed="timeout 200 $PYTHON benchmark/speed.py $case --repeats 1 --scale $SHARE"
+        { $speed ${LEANRL:+--leanrl "$LEANRL"} || $speed; } && cp benchmark/results/speed.csv "$OUT"
+    done
     ;;
 learn)
     part Pong, 64 games
     timeout -s INT "${SECONDS_TO_LEARN:-540}" $PYTHON variants/ppo_atari.py --env-id ALE/Pong-v5 --device "$DEVICE" \
-        --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$OUT/runs"
-    gzip -c "$OUT"/runs/*Pong*/episodes.csv > "$OUT/pong_episodes.csv.gz"
+        --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$RUNS"
+    gzip -c "$RUNS"/*Pong*/episodes.csv > "$OUT/pong_episodes.csv.gz"
+    $PYTHON -c "import glob, torch
+saved = torch.load(glob.glob('$RUNS/*Pong*/checkpoint.pt')[0], map_location='cpu')
+torch.save({key: saved[key] for key in saved if key != 'optimizer'}, '$OUT/pong_agent.pt')  # to evaluate, not to resume"
     ;;
 *)
     echo "usage: bash benchmark/first_gpu.sh run|compare|learn"

@@ -15,6 +15,7 @@ from pathlib import Path
 import ale_py
 import gymnasium
 import numpy as np
+import torch
 
 CHECKOUT = Path(sys.argv[1])
 SCRIPT = CHECKOUT / "leanrl" / "ppo_atari_envpool_torchcompile.py"
@@ -72,5 +73,7 @@ module("wandb", init=lambda **options: None, log=lambda *values, **options: None
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
 sys.argv = [str(SCRIPT), *sys.argv[2:]]
 __file__ = str(SCRIPT)
-# Without two lines that replace properties of torch's Categorical: they fail from torch 2.13 on.
-exec(compile(re.sub(r"(?m)^Categorical\..*", "", SCRIPT.read_text()), SCRIPT, "exec"))
+text = SCRIPT.read_text()
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # two lines that fail there: properties of Categorical
+    text = re.sub(r"(?m)^Categorical\..*", "", text)
+exec(compile(text, SCRIPT, "exec"))
