@@ -30,12 +30,11 @@ def read(source):
     settings = defaultdict(list)
     with open(path) as file:
         for row in csv.DictReader(file):
-            task = row["env_id"].removeprefix("benchmark.envpool_envs:EnvPool/")  # beside gymnasium's
-            flags = "" if exp_name else row["flags"].removeprefix('--env-kwargs={"num_threads":1}').strip()
+            flags = "" if exp_name else row["flags"]
             if exp_name in ("", row["exp_name"]):
-                rows = settings["" if exp_name else row["script"], task, flags]
+                rows = settings["" if exp_name else row["script"], row["env_id"], flags]
                 if any(row["seed"] == other["seed"] for other in rows):
-                    sys.exit(f"{source} has seed {row['seed']} of {task} twice")
+                    sys.exit(f"{source} has seed {row['seed']} of {row['env_id']} twice")
                 rows.append(row)
     return settings
 

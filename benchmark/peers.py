@@ -91,16 +91,16 @@ def run(algorithm, settings, task, seed, budget):
             stable_baselines3.common.vec_env.sync_envs_normalization(model.env, eval_env)
             eval_env.seed(seed)
             evaluation, _ = stable_baselines3.common.evaluation.evaluate_policy(model, eval_env, n_eval_episodes=10)
-        episodes = []  # step, return, length, seconds
+        episodes = []  # step, return, length
         for monitor in Path(experiment.save_path).glob("*.monitor.csv"):
             length = 0
             for row in csv.DictReader(monitor.read_text().splitlines()[1:]):  # the first line is a comment
                 length += int(row["l"])
-                episodes.append((length * experiment.n_envs, float(row["r"]), int(row["l"]), float(row["t"])))
+                episodes.append((length * experiment.n_envs, float(row["r"]), int(row["l"])))
         episodes.sort(key=lambda episode: episode[0])  # by step alone: else the better ones of a step would be last
-        rows = "".join(f"{step},{r},{length},{at}\n" for step, r, length, at in episodes)
-        Path(folder, "episodes.csv").write_text("global_step,episodic_return,episodic_length,seconds\n" + rows)
-        means = rolling_mean([r for _, r, _, _ in episodes])
+        rows = "".join(f"{step},{r},{length}\n" for step, r, length in episodes)
+        Path(folder, "episodes.csv").write_text("global_step,episodic_return,episodic_length\n" + rows)
+        means = rolling_mean([r for _, r, _ in episodes])
         return {
             "script": f"sb3-{algorithm}",
             "env_id": task,
@@ -114,7 +114,7 @@ def run(algorithm, settings, task, seed, budget):
             "falls": falls(task, "{}", read_csv(Path(folder, "episodes.csv")), model.num_timesteps),
             "seconds": f"{seconds:.0f}",
             "flags": json.dumps(chosen),
-            "curve": " ".join(f"{mean:.4g}" for _, _, mean in curve(Path(folder), model.num_timesteps)),
+            "curve": " ".join(f"{mean:.4g}" for _, mean in curve(Path(folder), model.num_timesteps)),
             **machine(),
             "versions": installed_versions(
                 "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"

@@ -166,12 +166,11 @@ def write_report(run_dirs, folder):
     (folder / "runs.md").write_text("\n".join(lines) + "\n")
     runs = []
     for run_dir, row in found:
-        steps, seconds, means = np.array(curve(run_dir, int(row["global_step"]), 50)).T
-        runs.append((row, steps / 1e3, seconds / 60, means))
-    draw_curves([(row, steps, means) for row, steps, _, means in runs], folder / "runs.png", "steps (thousands)")
-    draw_curves([(row, minutes, means) for row, _, minutes, means in runs], folder / "runs_time.png", "minutes")
+        steps, means = np.array(curve(run_dir, int(row["global_step"]), 50)).T
+        runs.append((row, steps / 1e3, means))
+    draw_curves(runs, folder / "runs.png")
     print("\n".join(lines))
-    print(f"{folder}/runs.md, runs.csv; curves: runs.png over steps, runs_time.png over minutes")
+    print(f"{folder}/runs.md, runs.csv, runs.png")
     return damaged
 
 
@@ -423,9 +422,9 @@ def save_figure(figure, path):
 OTHERS = {"CleanRL": ("cleanrl", ":"), "highest PPO found": ("highest", "--")}  # columns of published.csv, line styles
 
 
-def draw_curves(runs, path, unit):
-    """A panel for each task: the mean over seeds with its 95% interval, for each label. `runs` is [(row, x, y)], `unit`
-    what x counts."""
+def draw_curves(runs, path):
+    """A panel for each task: the mean over seeds with its 95% interval, for each label. `runs` is [(row, x, y)]; x
+    counts thousands of steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -461,7 +460,7 @@ def draw_curves(runs, path, unit):
     for axis in axes[:, 0]:
         axis.set_ylabel("return, last 100 episodes")
     for axis in axes.flat[len(tasks) - columns : len(tasks)]:  # the lowest of each column
-        axis.set_xlabel(unit)
+        axis.set_xlabel("steps (thousands)")
     lines = sorted(legend.items(), key=lambda item: item[0] in OTHERS)
     labels, lines = zip(*lines)
     figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), columns), fontsize=10)
@@ -485,7 +484,7 @@ def draw_suite(name):
             steps = np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :]
             runs.append((row | {"label": PEERS[row["exp_name"]]}, steps, means))
     if runs:
-        draw_curves(runs, PICTURES / f"{name}.svg", "steps (thousands)")
+        draw_curves(runs, PICTURES / f"{name}.svg")
 
 
 # ----------------------------------------------------------------------------------------------------- repository

@@ -152,16 +152,15 @@ def rolling_mean(returns, window=100):
 
 
 def curve(run_dir, global_step, points=CURVE_POINTS):
-    """[(step, seconds, mean return of the last 100 episodes)] at even steps of a run, from the first that has an
+    """[(step, mean return of the last 100 episodes)] at even steps of a run, from the first that has an
     episode behind it; between the ends of episodes on straight lines."""
     episodes = read_csv(run_dir / "episodes.csv")
     steps = np.array([int(row["global_step"]) for row in episodes])
     last = np.flatnonzero(np.diff(steps, append=np.inf))  # where environments end in the same step, the last of them
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
-    seconds = np.array([float(row["seconds"]) for row in episodes])
     grid = np.linspace(0, global_step, points + 1)[1:]
     grid = grid[grid >= steps[0]]
-    return [(round(at), *(np.interp(at, steps[last], y[last]) for y in (seconds, means))) for at in grid]
+    return [(round(at), np.interp(at, steps[last], means[last])) for at in grid]
 
 
 def falls(env_id, env_kwargs, episodes, global_step):
@@ -211,5 +210,5 @@ def summarise(run_dir):
         "versions": record.get("versions", ""),
         "commit": record.get("commit", ""),
         "hardware": record.get("hardware", ""),
-        "curve": " ".join(f"{mean:.4g}" for _, _, mean in curve(run_dir, checkpoint["global_step"])),
+        "curve": " ".join(f"{mean:.4g}" for _, mean in curve(run_dir, checkpoint["global_step"])),
     }

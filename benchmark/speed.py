@@ -4,8 +4,6 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
-    python benchmark/speed.py cores cores-humanoid                 # all cores: EnvPool (envpool_envs.py)
-    python benchmark/speed.py continuous-8-envpool --cleanrl PATH  # EnvPool beside others, at equal settings
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
     python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
@@ -81,10 +79,6 @@ SIMULATOR = """
 import gymnasium
 mode = gymnasium.vector.AutoresetMode.SAME_STEP
 envs = gymnasium.make_vec({env_id!r}, {envs}, "sync", vector_kwargs={{"autoreset_mode": mode}})
-"""
-ENVPOOL_SIMULATOR = """
-import gymnasium
-envs = gymnasium.make_vec({env_id!r}, {envs})
 """
 ATARI_SIMULATOR = """
 import sys; sys.path.insert(0, {root!r} + "/variants")
@@ -174,18 +168,6 @@ def rnn_case(shared):
     return {"sb3-contrib": (peer, 4096, 16384), "ppo_rnn": (ours("ppo_rnn", **flags), 8192, 106496)}
 
 
-def cores_case(task, short, long):
-    """The default settings. A simulator alone has one core, EnvPool's has all."""
-    native, one = f"benchmark.envpool_envs:EnvPool/{task}", '{"num_threads": 1}'
-    return {
-        "gymnasium": (ours("ppo_continuous", env_id=task), short, long),
-        "EnvPool, one thread": (ours("ppo_continuous", env_id=native, env_kwargs=one), short, long),
-        "ppo_continuous with EnvPool": (ours("ppo_continuous", env_id=native), short, long),
-        "simulator": (simulator(task, 100), short, long),
-        "EnvPool's simulator": (simulator(native, 100, ENVPOOL_SIMULATOR), short, long),
-    }
-
-
 def processes_case(task, short, long):
     """The default settings. process_envs.py has a process for each core, EnvPool, where it is installed, a thread."""
     contestants = {"one process": (ours("ppo_continuous", env_id=task), short, long)}
@@ -251,8 +233,6 @@ def make_cases(cleanrl=None, leanrl=None):
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
         "continuous-8-envpool": continuous_case(8, 256, cleanrl, task="benchmark.envpool_envs:EnvPool/HalfCheetah-v4"),
-        "cores": cores_case("HalfCheetah-v4", 16000, 146000),
-        "cores-humanoid": cores_case("Humanoid-v4", 16000, 66000),
         "discrete": discrete_case(4, cleanrl),
         "discrete-64": discrete_case(64, cleanrl),
         "processes": processes_case("HalfCheetah-v4", 16000, 306000),

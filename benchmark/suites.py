@@ -27,10 +27,6 @@ SUITES = {  # script, task, flags
         ("ppo_continuous", "MountainCarContinuous-v0", "--total-timesteps 300000 --gamma 0.9999"),
     ],
     "mujoco": [("ppo_continuous", f"{name}-v4", "") for name in MUJOCO.split()],
-    "mujoco-envpool": [
-        ("ppo_continuous", f"benchmark.envpool_envs:EnvPool/{name}-v4", '--env-kwargs={"num_threads":1}')
-        for name in ("HalfCheetah", "Hopper", "Walker2d")
-    ],
     "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],
     "atari": [("ppo_atari", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
     "atari57": [("ppo_atari", f"ALE/{name}-v5", "") for name in ATARI.split()],

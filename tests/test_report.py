@@ -68,13 +68,13 @@ def test_row_of_a_run(run_dir, tmp_path):
     assert report.summarise(run_dir)["evaluation"] == ""  # it has learned since
 
     points = run_folder.curve(run_dir, row["global_step"])
-    step, _, mean = points[-1]
+    step, mean = points[-1]
     assert (step, mean) == (4096, pytest.approx(np.mean(returns[-100:])))
     early = [float(row["episodic_return"]) for row in episodes if int(row["global_step"]) <= 1024]
     before = max(int(row["global_step"]) for row in episodes if int(row["global_step"]) <= 1024)
-    at = {step: mean for step, _, mean in points}
+    at = dict(points)
     assert len(early) < 100 and before > 950 and at[983] == pytest.approx(np.mean(early), rel=0.15)
-    np.testing.assert_allclose([float(x) for x in row["curve"].split()], [mean for *_, mean in points], rtol=1e-3)
+    np.testing.assert_allclose([float(x) for x in row["curve"].split()], [mean for _, mean in points], rtol=1e-3)
 
     (run_dir / "checkpoint.pt").rename(tmp_path / "checkpoint.pt")
     with (run_dir / "episodes.csv").open("a") as file:
@@ -93,12 +93,9 @@ def test_run_that_was_resumed_with_another_batch_size(run_dir, capsys):
 
 
 REWRITTEN = {
-    "a large step": ("1024", "1.02E+03"),
-    "a decimal comma": (",1.0", ',"1,0"'),
     "a decimal comma without quotes": (",1.0", ",1,0"),
     "semicolons": (",", ";"),
     "a lost column": (",1.0", ""),
-    "a byte order mark": ("global_step", "\ufeffglobal_step"),
     "a date": ("21.0", "21. Jan"),
 }
 
@@ -153,12 +150,11 @@ def test_report_of_any_runs(finished_runs, tmp_path, main):
     assert done.returncode == 0, done.stderr
     assert {path: path.read_bytes() for path in before} == before
     names = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert names == {"runs.csv", "runs.md", "runs.png", "runs_time.png"}
+    assert names == {"runs.csv", "runs.md", "runs.png"}
     (line,) = (line for line in (tmp_path / "mine" / "runs.md").read_text().splitlines() if "CartPole-v1" in line)
     assert "| 2 |" in line and line in done.stdout
-    for name in ("runs.png", "runs_time.png"):
-        picture = (tmp_path / "mine" / name).read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    picture = (tmp_path / "mine" / "runs.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     assert "error: name run folders" in main(report).returncode
 
 

@@ -22,18 +22,7 @@ class Drawn(probes.Chain):
         return np.random.default_rng(self.state).integers(0, 256, (64, 64, 3), np.uint8)
 
 
-class Noisy(probes.Target):
-    """Of the size of the probe that run_dir has learned."""
-
-    metadata, render = Drawn.metadata, Drawn.render
-
-    def __init__(self, discrete, render_mode=None):
-        super().__init__(discrete)
-        self.render_mode, self.state = render_mode, 0
-
-
 probes.register("Noise", Drawn)
-probes.register("Noisy", Noisy)
 
 
 def test_video(script, small_args, main):
@@ -71,18 +60,3 @@ def test_environment_that_cannot_be_drawn(script, tmp_path, main):
     flags = flags_of(env_id=probe(script), runs_dir=tmp_path, capture_video=True, **SMALL)
     assert_one_line(main(script, *flags), f"{probe(script)} cannot record videos")
     assert not list(tmp_path.iterdir())
-
-
-@ONE
-def test_evaluation_leaves_random_numbers_as_they_were(script, run_dir):
-    """Python's, numpy's and torch's, with a video too: an experiment may draw from them."""
-    args, agent = script.load_args(run_dir), script.load_agent(run_dir)
-    args.env_id, args.eval_deterministic = probe(script, "Noisy"), False
-
-    def states():
-        _, key, position, *_ = np.random.get_state()
-        return random.getstate(), key.tolist(), position, torch.get_rng_state().tolist()
-
-    before = states()
-    script.evaluate(agent, args, 2, run_dir / "videos")
-    assert states() == before
