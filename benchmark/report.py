@@ -225,12 +225,18 @@ def read_published():
 
 
 def read_peers():
-    """{exp_name: {env_id: mean return}} of the runs of peers.py"""
+    """{exp_name: {env_id: rows}} of the runs of peers.py"""
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
         if name in PEERS:  # no table has a column for TRPO with its defaults
-            peers[name][env_id] = mean_return(rows)
+            peers[name][env_id] = rows
     return peers
+
+
+def peer_cell(rows, unit):
+    """The mean of the last 100 training episodes and, in brackets, of the evaluations"""
+    evaluation = statistics.fmean(float(row["evaluation"]) for row in rows)
+    return f"{number(mean_return(rows), unit)} ({number(evaluation, unit)})"
 
 
 def files_of(name):
@@ -263,7 +269,7 @@ def suite_table(name):
     suite = read_suite(name)
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
-    peers = {peer: means for peer, means in read_peers().items() if any(env_id in means for env_id, *_ in suite)}
+    peers = {peer: tasks for peer, tasks in read_peers().items() if any(env_id in tasks for env_id, *_ in suite)}
     evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", *["evaluated"] * evaluated]
     columns += ["steps/s"] * (name == "breadth")
@@ -284,7 +290,7 @@ def suite_table(name):
             cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
         if name == "breadth":
             cells.append(f"{statistics.median(int(steps) / float(row['seconds']) for row in rows):,.0f}")
-        cells += [number(means[env_id], unit) if env_id in means else "" for means in peers.values()]
+        cells += [peer_cell(tasks[env_id], unit) if env_id in tasks else "" for tasks in peers.values()]
         for column in headers:
             row = published.get((env_id, column))
             cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
@@ -296,7 +302,7 @@ def suite_table(name):
             highest = float(published[env_id, "highest"]["mean_return"])
             scores.append((values - random[env_id]) / (highest - random[env_id]))
             names.append(task)
-    lines = table([*columns, *(PEERS[peer] for peer in peers), *headers.values()], lines)
+    lines = table([*columns, *(f"{PEERS[peer]} (evaluated)" for peer in peers), *headers.values()], lines)
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean)
         means = [score.mean() for score in scores]
@@ -312,7 +318,8 @@ def suite_table(name):
 def breadth_table():
     """Markdown: how many tasks of each suite are at or above Stable-Baselines3 measured here, and published figures."""
     highest = {env_id: float(row["mean_return"]) for (env_id, x), row in read_published().items() if x == "highest"}
-    peers = read_peers()
+    runs = read_peers()
+    defaults, zoo = ({task: mean_return(runs[peer][task]) for task in runs[peer]} for peer in list(PEERS)[:2])
     lines = []
     for name in BREADTH:
         tasks = {env_id for _, env_id, _ in suites.SUITES[name]}
@@ -321,7 +328,7 @@ def breadth_table():
             if env_id in tasks:
                 ours.setdefault(env_id, mean_return(rows))
         cells = []
-        for others in (peers["sb3-ppo-defaults"], peers["sb3-ppo-zoo"], highest):
+        for others in (defaults, zoo, highest):
             known = ours.keys() & others.keys()
             cells.append(f"{sum(ours[env_id] >= others[env_id] for env_id in known)} of {len(known)}" if known else "")
         if ours:
@@ -366,7 +373,7 @@ def headline():
     zoo = read_peers()["sb3-ppo-zoo"]
     measured = any(env_id in zoo for env_id, *_ in suite)
     columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
-    columns += ["SB3, RL Zoo's settings"] * measured + ["CleanRL (published)", "highest PPO found"]
+    columns += ["SB3, RL Zoo's settings (evaluated)"] * measured + ["CleanRL (published)", "highest PPO found"]
     lines = []
     for (env_id, *_), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
@@ -376,7 +383,7 @@ def headline():
         cells = [number(values.mean(), unit), f"{number(low, unit)} to {number(high, unit)}", len(rows)]
         cells += [number(evaluated, unit)]
         if measured:
-            cells.append(number(zoo[env_id], unit) if env_id in zoo else "")
+            cells.append(peer_cell(zoo[env_id], unit) if env_id in zoo else "")
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
             mark = row["mark"].replace("*", "\\*") if row else ""
