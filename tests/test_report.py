@@ -93,9 +93,12 @@ def test_run_that_was_resumed_with_another_batch_size(run_dir, capsys):
 
 
 REWRITTEN = {
+    "a large step": ("1024", "1.02E+03"),
+    "a decimal comma": ("20.5", '"20,5"'),
     "a decimal comma without quotes": (",1.0", ",1,0"),
     "semicolons": (",", ";"),
     "a lost column": (",1.0", ""),
+    "a byte order mark": ("global_step", "\ufeffglobal_step"),
     "a date": ("21.0", "21. Jan"),
 }
 
