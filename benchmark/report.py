@@ -44,8 +44,7 @@ from run_folder import (
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "atari", "memory")  # docs/results.md has these
-BREADTH = ("classic", "box2d", "minigrid", "minatar", "dm_control", "popgym")  # breadth: one table and picture of these
-PUBLISHABLE = (*(name for name in SUITES if name != "breadth"), *BREADTH)
+PUBLISHABLE = (*(name for name in SUITES if name != "breadth"), *suites.BREADTH)
 PEERS = {"sb3-ppo-defaults": "SB3, its defaults", "sb3-ppo-zoo": "SB3, RL Zoo's settings"}  # of results/peers.csv
 PEERS |= {"sb3-trpo-zoo": "TRPO, RL Zoo's settings"}
 SPEED = {
@@ -241,7 +240,7 @@ def peer_cell(rows, unit):
 
 def files_of(name):
     """The CSV files of a suite."""
-    names = BREADTH if name == "breadth" else [name]
+    names = suites.BREADTH if name == "breadth" else [name]
     return [RESULTS / f"{name}.csv" for name in names if (RESULTS / f"{name}.csv").exists()]
 
 
@@ -321,7 +320,7 @@ def breadth_table():
     runs = read_peers()
     defaults, zoo = ({task: mean_return(runs[peer][task]) for task in runs[peer]} for peer in list(PEERS)[:2])
     lines = []
-    for name in BREADTH:
+    for name in suites.BREADTH:
         tasks = {env_id for _, env_id, _ in suites.SUITES[name]}
         ours = {}  # of several settings the longest runs
         for (env_id, *_), rows in sorted(read_suite(name).items(), key=lambda item: -int(item[0][3])):

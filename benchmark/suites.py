@@ -60,4 +60,7 @@ SUITES = {  # script, task, flags
         ("ppo_rnn", f"popgym:popgym-{name}-v0", "--total-timesteps 1000000 --num-envs 16") for name in POPGYM.split()
     ],
 }
+BREADTH = ("classic", "box2d", "minigrid", "minatar", "dm_control", "popgym")  # docs/results.md has one table of these
+# A task may be in two of them.
+SUITES["breadth"] = list(dict.fromkeys(task for name in (*BREADTH, "memory") for task in SUITES[name]))
 TUNED = yaml.safe_load((Path(__file__).parent / "tuned.yaml").read_text())  # task -> flags
