@@ -26,7 +26,7 @@ PUBLISHED = Path(__file__).parent / "published.csv"
 
 def read(source):
     """FILE or FILE:EXP_NAME -> {(script, task, flags): rows}, with script and flags "" for a named setting"""
-    path, _, exp_name = (source, "", "") if Path(source).exists() else source.rpartition(":")
+    path, _, exp_name = (source, "", "") if Path(source).exists() or ":" not in source else source.rpartition(":")
     settings = defaultdict(list)
     with open(path) as file:
         for row in csv.DictReader(file):

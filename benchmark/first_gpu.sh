@@ -74,10 +74,10 @@ compare)
 a, b = (ppo_atari.load_agent(glob.glob(f'$RUNS/*one--{flag}__*')[-1]) for flag in ('compile', 'no-compile'))
 for (name, x), y in zip(a.named_parameters(), b.parameters()):
     print(f'{name:16} size {x.abs().max():.2e}, differs by {(x - y).abs().max():.2e}')")
-    for case in atari-8 atari-128; do # one call each: a case is written whole or not at all
+    for case in atari-8 atari-128; do
         part "$case: ours, LeanRL, the games alone"
         speed="timeout 200 $PYTHON benchmark/speed.py $case --repeats 1 --scale $SHARE"
-        { $speed ${LEANRL:+--leanrl "$LEANRL"} || $speed; } && cp benchmark/results/speed.csv "$OUT"
+        $speed ${LEANRL:+--leanrl "$LEANRL"} || $speed
     done
     ;;
 learn)

@@ -18,6 +18,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -141,10 +142,16 @@ def main(args):
                         raise SystemExit(f"{args.out} has a shorter run of {name} {task}: give another --out")
     jobs = list(dict.fromkeys(jobs))  # a task is in a suite twice where two of our scripts train it
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, spawn, max_tasks_per_child=1) as pool:
+    failed = 0
+    with ProcessPoolExecutor(args.jobs, spawn) as pool:
         futures = {pool.submit(run, *job): job for job in jobs}
         for number, future in enumerate(as_completed(futures), 1):
-            row, is_new = future.result(), not args.out.exists()
+            try:
+                row, is_new = future.result(), not args.out.exists()
+            except Exception as error:  # the other runs go on
+                print(f"failed: {futures[future]}: {error!r}", file=sys.stderr)
+                failed += 1
+                continue
             with open(args.out, "a", newline="") as file:
                 writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
                 if is_new:
@@ -152,6 +159,7 @@ def main(args):
                 writer.writerow(row)
             name = f"{row['exp_name']} {row['env_id']} seed {row['seed']}"
             print(f"[{number}/{len(jobs)}] {name}: {row['last_100_mean']}, {row['seconds']} s", flush=True)
+    raise SystemExit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,8 @@ def summarise_all(run_dirs, tasks=()):
             continue
         try:
             args = read_args(run_dir)
+            if "env_id" not in args:  # of ppo_rlhf.py, which has no episodes
+                continue
             if tasks and (args["script"], args["env_id"]) not in tasks:
                 continue
             if args["exp_name"].startswith("tune-"):
@@ -261,6 +263,16 @@ def read_suite(name):
     return groups
 
 
+def one_setting(name):
+    """{env_id: rows} of a suite. SystemExit where a task has runs of several settings: README has a row for one."""
+    groups, rows = read_suite(name), {}
+    for (env_id, _, settings, steps), found in groups.items():
+        if env_id in rows:
+            raise SystemExit(f"results/{name}.csv has several settings of {env_id}, one with {steps} steps {settings}")
+        rows[env_id] = found
+    return rows
+
+
 def suite_table(name):
     """Markdown: a suite beside Stable-Baselines3 measured here and beside published figures."""
     published = read_published()
@@ -305,9 +317,9 @@ def suite_table(name):
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean)
         means = [score.mean() for score in scores]
-        text = "On a scale from random actions (0) to the highest PPO figure found (1), our mean over tasks is"
-        text += f" {np.mean(means):.2f}. The lowest task is {names[np.argmin(means)]} with {min(means):.2f}. The"
-        text += f" interquartile mean uses the middle half of all runs. It is {interquartile_mean(scores):.2f}"
+        text = "On a scale from random actions (0) to the highest PPO figure found (1), the lowest task is"
+        text += f" {names[np.argmin(means)]} with {min(means):.2f}. The interquartile mean uses the middle half of all"
+        text += f" runs. It is {interquartile_mean(scores):.2f}"
         lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
     versions = ", ".join(dict.fromkeys(row["versions"] for rows in suite.values() for row in rows))
     files = ", ".join(f"benchmark/results/{path.name}" for path in files_of(name))
@@ -322,10 +334,7 @@ def breadth_table():
     lines = []
     for name in suites.BREADTH:
         tasks = {env_id for _, env_id, _ in suites.SUITES[name]}
-        ours = {}  # of several settings the longest runs
-        for (env_id, *_), rows in sorted(read_suite(name).items(), key=lambda item: -int(item[0][3])):
-            if env_id in tasks:
-                ours.setdefault(env_id, mean_return(rows))
+        ours = {env_id: mean_return(rows) for env_id, rows in one_setting(name).items() if env_id in tasks}
         cells = []
         for others in (defaults, zoo, highest):
             known = ours.keys() & others.keys()
@@ -368,16 +377,18 @@ def speed_table():
 def headline():
     """Markdown: MuJoCo, the suites beyond it, and speed, beside others' figures, for README."""
     published = read_published()
-    suite = read_suite("mujoco")
+    suite = one_setting("mujoco")
     zoo = read_peers()["sb3-ppo-zoo"]
-    measured = any(env_id in zoo for env_id, *_ in suite)
+    measured = any(env_id in zoo for env_id in suite)
     columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["SB3, RL Zoo's settings (evaluated)"] * measured + ["CleanRL (published)", "highest PPO found"]
     lines = []
-    for (env_id, *_), rows in suite.items():
+    for env_id, rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
         unit = np.abs(values).max()
+        if missing := [row["seed"] for row in rows if not row["evaluation"]]:
+            raise SystemExit(f"results/mujoco.csv has no evaluation of {env_id}, seed {', '.join(missing)}")
         evaluated = statistics.fmean(float(row["evaluation"]) for row in rows)
         cells = [number(values.mean(), unit), f"{number(low, unit)} to {number(high, unit)}", len(rows)]
         cells += [number(evaluated, unit)]
@@ -542,10 +553,10 @@ def make_pages():
 
 def write_readme():
     """Tables and pictures of all suites."""
-    for name in SUITES:
-        draw_suite(name)
     for path, text in make_pages().items():
         path.write_text(text)
+    for name in SUITES:
+        draw_suite(name)
 
 
 @dataclasses.dataclass

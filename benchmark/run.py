@@ -105,7 +105,7 @@ def make_jobs(args, flags=()):
     tasks = [task for task in suite if not args.tasks or task[1] in args.tasks]
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
         known = ", ".join(env_id for _, env_id, _ in suite)
-        raise SystemExit(f"--tasks: the suite {args.suite} has no {', '.join(sorted(unknown))}. It has {known}")
+        raise SystemExit(f"--tasks: there is no {', '.join(sorted(unknown))} among {known}")
     if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
         raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
     if args.tuned:
@@ -156,7 +156,7 @@ class Stopped(Exception):
     pass
 
 
-def run_job(job, gpu=None, at_once=1, children=None, stop=None):
+def run_job(job, gpu=None, children=None, stop=None):
     """Train, or go on, or do nothing where that has been done; then evaluate. Returns the row of the report, None where
     no episode has ended.
 
@@ -198,17 +198,15 @@ def run_job(job, gpu=None, at_once=1, children=None, stop=None):
         if run_dir is None or not is_finished(run_dir):
             call("--resume", str(run_dir), "--env-id", job.env_id) if run_dir else call(*job.arguments)
             run_dir = find_run(job)
-        record, known = run_dir / "benchmark.json", {}
-        # One that is older than the checkpoint is of an agent that has learned since.
-        if record.exists() and record.stat().st_mtime >= (run_dir / "checkpoint.pt").stat().st_mtime:
-            known = json.loads(record.read_text())
+        record, step = run_dir / "benchmark.json", load_checkpoint(run_dir)["global_step"]
+        known = json.loads(record.read_text()) if record.exists() else {}
+        if known.get("global_step") != step:
+            known = {}  # of an agent that has learned since
         if job.eval_episodes and known.get("eval_episodes") != job.eval_episodes:  # tune.py wants none
             words = ["--evaluate", str(run_dir), "--env-id", job.env_id, "--eval-episodes", str(job.eval_episodes)]
             words = call(*words)[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
-            facts |= {"jobs_at_once": at_once, "arguments": job.arguments} | known
-            facts |= {"evaluation": evaluation, "eval_episodes": job.eval_episodes}
-            facts["global_step"] = load_checkpoint(run_dir)["global_step"]
+            facts |= known | {"evaluation": evaluation, "eval_episodes": job.eval_episodes, "global_step": step}
             record.write_text(json.dumps(facts, indent=2))
     return summarise(run_dir)
 
@@ -224,7 +222,7 @@ def run_here(jobs, at_once, gpus):
         gpu = slots.get()
         try:
             running.add(job)
-            return run_job(job, gpu, at_once, children, stop)
+            return run_job(job, gpu, children, stop)
         finally:
             running.discard(job)
             slots.put(gpu)
@@ -281,7 +279,7 @@ def main():
     args = tyro.cli(Args, args=words, description=__doc__.split("\n")[0])
     jobs = make_jobs(args, flags)
     gpus = []
-    if (args.suite or "").startswith("atari") and torch.cuda.is_available():
+    if any(job.parsed.device != "cpu" for job in jobs) and torch.cuda.is_available():
         gpus = [str(i) for i in range(torch.cuda.device_count())]
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")
     start = time.time()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import gymnasium as gym
@@ -74,11 +74,11 @@ def load_script(script):
 
 def installed_versions(*packages):
     """Text: the version of Python, and of those of the packages that are installed."""
-    found = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
-    packages = packages or ("torch", "gymnasium", "mujoco", "ale-py")
-    return " ".join(
-        [f"python {platform.python_version()}", *(f"{name} {found[name]}" for name in packages if name in found)]
-    )
+    found = [f"python {platform.python_version()}"]
+    for name in packages or ("torch", "gymnasium", "mujoco", "ale-py"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return " ".join(found)
 
 
 VERSIONS = installed_versions()

@@ -271,11 +271,12 @@ def seconds(command, cache, cpu_time=False):
 
 def versions_of(python):
     """What a contestant runs on: CleanRL and LeanRL have packages, and so a simulator, of their own."""
-    code = f"""import platform
-from importlib.metadata import distributions
-installed = {{each.name.lower().replace("_", "-"): each.version for each in distributions()}}
-packages = [f"{{name}} {{installed[name]}}" for name in {PACKAGES} if name in installed]
-print(platform.machine(), "python", platform.python_version(), *packages)"""
+    code = f"""import contextlib, platform
+from importlib.metadata import PackageNotFoundError, version
+print(platform.machine(), "python", platform.python_version(), end="")
+for name in {PACKAGES}:
+    with contextlib.suppress(PackageNotFoundError):
+        print("", name, version(name), end="")"""
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -311,7 +312,7 @@ def measure(case, contestants, repeats, cpu_time=False):
 @dataclasses.dataclass
 class Args:
     cases: tyro.conf.Positional[tuple[Literal[tuple(make_cases())], ...]]  # what is timed
-    repeats: int = 3  # runs of every contestant
+    repeats: int = 3  # runs of every contestant; fewer than 3: nothing is written
     scale: float = 1.0  # of the numbers of steps; other than 1: nothing is written
     cleanrl: Path | None = None  # a checkout of CleanRL, with its virtual environment in .venv
     leanrl: Path | None = None  # a checkout of LeanRL, likewise
@@ -333,7 +334,7 @@ def main():
     if args.before:
         cases = {case: beside(args.before.absolute(), cases[case]) for case in args.cases}
     for case in args.cases:
-        written = case in SPEED and not args.before and args.scale == 1
+        written = case in SPEED and not args.before and args.scale == 1 and args.repeats >= 3
         path = RESULTS / "speed.csv"
         rows = read_csv(path)
         lost = [row["contestant"] for row in rows if row["case"] == case and row["contestant"] not in cases[case]]

@@ -197,7 +197,7 @@ def main():
         try:
             for seed in seeds:
                 for env_id in env_ids:
-                    row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 0), None, args.jobs, children, stop)
+                    row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 0), None, children, stop)
                     if row is None:
                         raise RuntimeError(f"{env_id}: no episode has ended")
                     trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])

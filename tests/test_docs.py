@@ -1,5 +1,6 @@
 """What README and docs/ say is so: commands, snippets, tables, links."""
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -47,7 +48,7 @@ def test_commands_have_the_flags_they_use(name, monkeypatch):
             script.parse_args(shlex.split(re.sub(r"--preset \w+", "", words)))
 
 
-def test_commands_of_the_benchmark_parse():
+def test_commands_of_the_benchmark_parse(tmp_path):
     """Those of its tools in docs/ and their docstrings; what follows `--` is for the script."""
     sys.path.insert(0, str(ROOT / "benchmark"))
     import report
@@ -68,6 +69,7 @@ def test_commands_of_the_benchmark_parse():
             words, _, flags = command.replace("my_ppo.py", "ppo_continuous.py").partition(" -- ")
             args = tyro.cli(tool.Args, args=words.split())
             if tool is run:
+                args = dataclasses.replace(args, runs_dir=tmp_path)
                 assert run.make_jobs(args, flags.replace("cuda", "cpu").split())  # refused where there is none
             else:
                 assert (ROOT / args.sweep).is_file()

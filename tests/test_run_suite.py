@@ -43,6 +43,12 @@ def times_of(paths):
     return {path: (path / "checkpoint.pt").stat().st_mtime_ns for path in paths}
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Not where the developer's own runs are: run.py refuses those of a script that has changed since."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     """The finished run of seed 1, not evaluated yet."""
@@ -118,13 +124,11 @@ def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
     def claim(**facts):
         record.write_text(json.dumps({"evaluation": -1.0, "commit": commit, "versions": ""} | facts))
 
-    claim(eval_episodes=1)
+    claim(eval_episodes=1, global_step=4096)
     assert evaluation(eval_episodes=1)["evaluation"] == -1
     found = evaluation(eval_episodes=2)
     assert found["evaluation"] > 0 and found["eval_episodes"] == 2 and found["commit"] == commit
-    claim(eval_episodes=2)
-    after = record.stat().st_mtime + 10
-    os.utime(run_dir / "checkpoint.pt", (after, after))
+    claim(eval_episodes=2, global_step=2048)
     found = evaluation(eval_episodes=2)
     assert found["evaluation"] > 0 and found["commit"] != commit
 
