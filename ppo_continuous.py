@@ -153,7 +153,7 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of observations and returns.
 
-    raw_obs come from the environment; obs are normalized."""
+    raw_obs come from the environment; obs come from normalize_obs."""
 
     def __init__(self, obs_shape, action_low, action_high, args):
         super().__init__()
@@ -229,8 +229,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,) holds G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended (T, N) is
-    True, and changes in place, as return_rms does. No mean is subtracted."""
+    discounted_returns (N,) looks back: G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended
+    (T, N) is True, and changes in place, as return_rms does. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
@@ -264,7 +264,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
+    # At an end, values[t + 1] is the next episode's. A truncation needs the final observation's; a termination none.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -318,7 +318,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's would not load
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
     check(args)
     T, N = args.num_steps, args.num_envs
     B, M = T * N, T * N // args.num_minibatches
@@ -338,7 +338,7 @@ def train(args=None, resume=None):
 
         obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
         agent = Agent(obs_shape, action_space.low, action_space.high, args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. Create modules before; the loss must use them all.
+        # One vector holds all parameters, for a faster Adam. Create modules above; the loss must use every parameter.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -399,7 +399,7 @@ def train(args=None, resume=None):
                 for i in np.flatnonzero(terminated | truncated):
                     if not shortened[i]:
                         final_info = infos.get("final_info", {})
-                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # see VectorMember.step
+                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # in a list: VectorMember
                         episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                         episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
@@ -474,8 +474,8 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
+    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
     and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled

@@ -19,8 +19,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-Items 1 to 3, 5 and 6 are not in the paper (Schulman et al. 2017). Nor are normalized advantages, gradient clipping and
-orthogonal weights. --preset cleanrl turns 2 and 3 off.
+None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
+--recompute-advantages and --clip-vloss. --preset cleanrl turns 2 and 3 off.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
@@ -146,7 +146,7 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of observations and returns.
 
-    raw_obs come from the environment; obs are normalized."""
+    raw_obs come from the environment; obs come from normalize_obs."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
@@ -218,8 +218,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,) holds G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended (T, N) is
-    True, and changes in place, as return_rms does. No mean is subtracted."""
+    discounted_returns (N,) looks back: G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended
+    (T, N) is True, and changes in place, as return_rms does. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
@@ -253,7 +253,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
+    # At an end, values[t + 1] is the next episode's. A truncation needs the final observation's; a termination none.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -307,7 +307,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's would not load
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
     check(args)
     T, N = args.num_steps, args.num_envs
     B, M = T * N, T * N // args.num_minibatches
@@ -327,7 +327,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. Create modules before; the loss must use them all.
+        # One vector holds all parameters, for a faster Adam. Create modules above; the loss must use every parameter.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -388,7 +388,7 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # see VectorMember.step
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # in a list: VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i] = 0, 0
@@ -462,8 +462,8 @@ def check(args):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
+    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
     and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
@@ -476,7 +476,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
-    masks and the numbers in the infos of an episode's end, because merging infos can cost more than the step itself."""
+    the mask of an info, at an episode's end its numbers, because merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

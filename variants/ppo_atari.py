@@ -224,7 +224,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # After a truncation, values[t + 1] is the next episode's. The true s_{t+1} is the final observation.
+    # At an end, values[t + 1] is the next episode's. A truncation needs the final observation's; a termination none.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -278,7 +278,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's would not load
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
@@ -299,7 +299,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. Create modules before; the loss must use them all.
+        # One vector holds all parameters, for a faster Adam. Create modules above; the loss must use every parameter.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -360,7 +360,7 @@ def train(args=None, resume=None):
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(game_over):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # see VectorMember.step
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # in a list: VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i] = 0, 0
@@ -468,8 +468,8 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
+    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
     and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
@@ -483,7 +483,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
-    masks and the numbers in the infos of an episode's end, because merging infos can cost more than the step itself."""
+    the mask of an info, at an episode's end its numbers, because merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

@@ -588,8 +588,8 @@ def gather_from_ranks(episodes):
 
 
 def compiled(function, args):
-    """torch.compile, unless --no-compile. It compiles again for each new value of a number such as args.ent_coef, and
-    fails at the ninth. To schedule the number, make it a tensor. Add this after `run = ...`:
+    """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
+    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
         first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
     and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
