@@ -89,7 +89,7 @@ class Args:  # the comments are what --help prints
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
-    ent_coef: float = 0.0  # weight of the entropy bonus
+    ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
@@ -98,7 +98,7 @@ class Args:  # the comments are what --help prints
 # Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=4, learning_rate=2.5e-4, num_minibatches=4, update_epochs=4, norm_obs=False, norm_reward=False,
-    clip_vloss=True, ent_coef=0.01,
+    clip_vloss=True,
 )}  # fmt: skip
 
 
