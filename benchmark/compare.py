@@ -63,9 +63,10 @@ def main(before, after):
         falls = " ".join(f"{statistics.fmean(numbers):6.2f}" if numbers else f"{'-':>6}" for numbers in falls)
         halves = [statistics.fmean(runs) / 2 for runs in (old, new)]  # where returns are negative, no run is low
         low = " ".join(str(sum(x < half for x in runs)) if half > 0 else "0" for runs, half in zip((old, new), halves))
-        means = f"{statistics.fmean(old):9.1f} {statistics.fmean(new):9.1f}"
-        text = f"{interval.low:+.1f} to {interval.high:+.1f}"
-        print(f"{key[1]:28} {len(old):>3} {len(new):>3} {means} {text:>23} {falls:>13} {low:>5}")
+        digits = 1 if max(map(abs, old + new)) >= 2 else 4  # returns between 0 and 1 differ late
+        means = f"{statistics.fmean(old):9.{digits}f} {statistics.fmean(new):9.{digits}f}"
+        text = f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}"
+        print(f"{key[1].split(':')[-1]:28} {len(old):>3} {len(new):>3} {means} {text:>23} {falls:>13} {low:>5}")
         steps = [int(row["global_step"]) for rows in pair for row in rows]
         if min(steps) < 0.95 * max(steps):
             print(f"  unlike runs: from {min(steps):,} to {max(steps):,} steps")

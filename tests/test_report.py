@@ -294,6 +294,9 @@ def test_compare_two_settings(tmp_path, capsys):
     report.write_rows(tmp_path / "low.csv", report.FIELDS, rows)
     (((*_, low),), _, _) = lines("low.csv", "low.csv")
     assert low == "1 1"
+    fractions = [row | {"last_100_mean": x} for row, x in zip(rows, (0.961, 0.958, 0.959, 0.96))]
+    report.write_rows(tmp_path / "fractions.csv", report.FIELDS, fractions)
+    assert lines("fractions.csv", "fractions.csv")[0][0][3] == "0.9595"
     report.write_rows(tmp_path / "long.csv", report.FIELDS, [row | {"global_step": 2000} for row in rows])
     assert lines("low.csv", "long.csv")[0][1] == ["", "unlike runs: from 1,000 to 2,000 steps"]
     assert f"{(3000 / 2761.192 - 41 / 4.1) / 2:+.4f}" in mean
