@@ -73,7 +73,7 @@ def test_from_the_copy_to_the_plot(folder, main, capsys):
     assert (folder / "report" / "runs.png").stat().st_size > 10_000
     capsys.readouterr()
     compare.main("report/runs.csv:ppo_continuous", "report/runs.csv:my_ppo")
-    assert re.search(r"my_envs:Point-v0 +2   3 .* to ", capsys.readouterr().out)
+    assert re.search(r"Point-v0 +2   3 .* to ", capsys.readouterr().out)
     with pytest.raises(SystemExit, match="no task has runs of both"):
         compare.main("report/runs.csv:ppo_continuous", "report/runs.csv:my_pppo")
 

@@ -84,7 +84,7 @@ def test_self_play(tmp_path):
     Counted.moves.update({1.0: 0, -1.0: 0})
     _, run_dir = script.train(args)
     assert Counted.moves[1.0] >= 640 and Counted.moves[-1.0] > 500
-    assert list(dict.fromkeys(met())) == [None, 3, 6, 9] and met()[-2:] == [6, 9]
+    assert list(dict.fromkeys(met())) == [None, 3, 6, 9] and sorted(met()[-2:]) == [6, 9]
     Counted.players.clear()
     script.train(dataclasses.replace(args, total_timesteps=704), resume=run_dir)
     assert sorted(met()) == [6, 9]
