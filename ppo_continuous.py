@@ -399,7 +399,7 @@ def train(args=None, resume=None):
                 for i in np.flatnonzero(terminated | truncated):
                     if not shortened[i]:
                         final_info = infos.get("final_info", {})
-                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # in a list: VectorMember
+                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
                         episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                         episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False

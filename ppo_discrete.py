@@ -388,7 +388,7 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # in a list: VectorMember
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i] = 0, 0
@@ -475,8 +475,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
-    the mask of an info, at an episode's end its numbers, because merging infos can cost more than the step itself."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. Of an info,
+    step keeps the mask or, at an episode's end, the numbers: merging whole infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

@@ -32,7 +32,7 @@ critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dim
 (Discrete) or K (Box, which has no masks). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
-episode_starts[t]: an episode starts at obs[t]. Row 0 is False, because first_state is zeroed already.
+episode_starts[t]: an episode starts at obs[t]. Row 0 is always False: first_state is 0 where obs[0] starts an episode.
 """
 
 import argparse
@@ -169,7 +169,7 @@ class Memory(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
-        # `replay` calls it with the cell's weights. The list hides it from state_dict.
+        # Has no weights of its own: `replay` calls it with the cell's. The list keeps it out of state_dict.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -184,18 +184,18 @@ class Memory(nn.Module):
         """T steps of n environments in one call of PyTorch's kernel: obs (T, n, D), episode_starts (T, n) bool, state
         (n, S) before the first step -> features (T, n, H), as from `step` with a zero state at every episode start.
 
-        The kernel cannot zero a state in the middle of a sequence. So a reset row is inserted before each start. With
-        starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ... An extra input is 1 in
-        reset rows and 0 in all others. That input's weights of -1e9 close the gates: sigmoid(-1e9) is exactly 0, and so
-        is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
+        The kernel cannot zero a state in the middle of a sequence. So a reset row goes before each start. After it the
+        state is exactly 0. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ...
+        All rows get an extra input: 1 in reset rows, 0 in others. Its weights of -1e9 close the gates: sigmoid(-1e9) is
+        exactly 0, and so is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
         columns = torch.arange(n, device=obs.device)
         x = obs.new_zeros(int(rows[-1].max()) + 1, n, obs.shape[-1] + 1)
-        x[..., -1] = 1.0  # first make every row a reset row; rows left over at the end are not read
+        x[..., -1] = 1.0  # a reset row, unless the next line puts an observation here; nothing reads the last ones
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
-        # cuDNN moves the weights that it gets, but the parameters must stay in flat_parameters. So it gets clones.
+        # Clones, because cuDNN moves its weights in memory: the parameters would leave flat_parameters (see train).
         weight_ih, weight_hh, bias_ih, bias_hh = (weight.clone() for weight in self.cell.parameters())
         closed = bias_ih.new_full((self.hidden_size,), -1e9)
         if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
@@ -203,7 +203,7 @@ class Memory(nn.Module):
             reset_weights = [closed, closed, zeros, zeros]  # order: input, forget, candidate, output
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
         else:  # hidden = update * hidden + (1 - update) * candidate
-            # Order: reset, update, candidate. The last block cancels the candidate's bias: tanh(0) is 0.
+            # Order: reset, update, candidate. The last block cancels the candidate's input bias, so tanh gets 0.
             reset_weights = [closed, closed, -bias_ih[2 * self.hidden_size :]]
             state = state.unsqueeze(0).contiguous()
         weight_ih = torch.cat([weight_ih, torch.cat(reset_weights).unsqueeze(1)], 1)
@@ -291,7 +291,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """raw_obs, flat, (D,) or (N, D), the state from the last call (None at an episode's start) and mask(s), (A,) or
-        (N, A) -> action(s) for the environment, numpy, and the next state"""
+        (N, A) -> action(s) for the environment, numpy, and the next state. Zero its rows where an episode has ended."""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
@@ -350,7 +350,8 @@ def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, fina
     estimate_advantages reads them in place of observations.
 
     all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) is the state before the rollout, final_states (E, S)
-    are those after the last steps of the truncated episodes. Neither is recomputed when the weights change."""
+    are those after the last steps of the truncated episodes. Neither is recomputed when the weights change, so both are
+    slightly out of date after the first epoch."""
     features = memory.replay(all_obs, episode_starts, first_state)
     return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
 
@@ -510,7 +511,7 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # in a list: VectorMember
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                     episode_returns[i], episode_lengths[i] = 0, 0
@@ -525,7 +526,7 @@ def train(args=None, resume=None):
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
-            final_states = torch.cat([state[:0], *final_states])  # (E, S)
+            final_states = torch.cat([state[:0], *final_states])  # (E, S); state[:0]: cat needs at least one tensor
             rollout = (torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states)
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             features = replay_rollout(agent.memory, *rollout)
@@ -603,8 +604,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
-    the mask of an info, at an episode's end its numbers, because merging infos can cost more than the step itself."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. Of an info,
+    step keeps the mask or, at an episode's end, the numbers: merging whole infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
