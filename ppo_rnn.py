@@ -364,7 +364,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # At an end, values[t + 1] is the next episode's. A truncation needs the final observation's; a termination none.
+    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: 0, see compute_gae.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -439,7 +439,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-        # One vector holds all parameters, for a faster Adam. Create modules above; the loss must use every parameter.
+        # One vector holds all parameters, for a faster Adam. Create modules above; an unused one is an error.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)

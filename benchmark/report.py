@@ -413,12 +413,12 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX uses JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" So does rejax, which compiles CartPole too: {int(rejax['steps_per_second']):,}."
+        text += f" rejax does too, and compiles CartPole itself: {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: on how many tasks our mean is at least as high as that of others, evaluations beside "
-        "evaluations ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo: on how many tasks our mean is at least as high as others', where we know any. Some published "
+        "scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",

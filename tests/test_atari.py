@@ -164,8 +164,9 @@ def test_a_game_of_the_command_line(tmp_path, monkeypatch, capsys):
     printed = main("--evaluate", str(run_dir), "--eval-episodes", "1", "--capture-video")
     assert printed.startswith("returns: ") and "\nmean " in printed
     assert [path.name for path in (run_dir / "videos").glob("*.mp4")] == ["evaluation-episode-0.mp4"]
-    with pytest.raises(script.UsageError, match="ALE/NAME-v5"):
-        main("--env-id", "BreakoutNoFrameskip-v4")
+    for name in ("BreakoutNoFrameskip-v4", "Breakout-v4"):
+        with pytest.raises(script.UsageError, match="ALE/NAME-v5"):
+            main("--env-id", name)
     with pytest.raises(script.UsageError, match="unexpected keyword argument 'difficulty'"):
         main(*game, "--env-kwargs", '{"difficulty": 0}')  # which ale-py's vector of games does not take
     with pytest.raises(TypeError, match="unexpected keyword argument 'noop_max'"):

@@ -22,9 +22,10 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
-   frame skip 4, 4 stacked grey frames of 84 x 84. A lost life counts as a termination, but the game goes on. Logs count
-   whole games. Unlike in baselines, nothing presses FIRE after a lost life: the policy learns to. Sticky actions
-   (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
+   frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life counts as a termination,
+   but the game goes on. Logs count whole games. Unlike in baselines, a game begins with a stack of one frame and zeros,
+   and nothing presses FIRE after a lost life: the policy must. Sticky actions (Machado et al. 2018):
+   --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
 The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
 5 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
@@ -224,7 +225,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # At an end, values[t + 1] is the next episode's. A truncation needs the final observation's; a termination none.
+    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: 0, see compute_gae.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -299,7 +300,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # One vector holds all parameters, for a faster Adam. Create modules above; the loss must use every parameter.
+        # One vector holds all parameters, for a faster Adam. Create modules above; an unused one is an error.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -355,7 +356,7 @@ def train(args=None, resume=None):
                 episode_returns += reward
                 episode_lengths += 1
                 game_over = terminated | truncated
-                if "episode_frame_number" in infos:  # in ALE a lost life terminates too; a new game counts from 0
+                if "episode_frame_number" in infos:  # Atari: a lost life is `terminated` too; a new game counts anew
                     game_over = infos["episode_frame_number"] < frame_numbers
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(game_over):
@@ -450,7 +451,7 @@ def start_device(args):
 
 
 def average_over_ranks(gradient, metrics):
-    """The means over all ranks, in one message. `cat` copies: the next run of a CUDA graph overwrites its outputs."""
+    """The means over all ranks, in one message. Returns copies, because a CUDA graph overwrites its outputs."""
     message = torch.cat([gradient, torch.stack(list(metrics.values()))])
     if dist.is_initialized():
         dist.all_reduce(message)
@@ -513,14 +514,14 @@ class VectorMember(gym.Wrapper):
 def make_env(args, **kwargs):
     """One environment. Atari: gymnasium's wrappers give the same frames as ale-py's vector."""
     kwargs = json.loads(args.env_kwargs) | kwargs
-    if "NoFrameskip" in args.env_id:
-        raise UsageError(f"{args.env_id}: use the id ALE/NAME-v5")
     if "ALE/" in args.env_id:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
         env = gym.make(args.env_id, **{"frameskip": 1, "repeat_action_probability": 0.0} | kwargs)
         return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero")
     env = VectorMember(gym.make(args.env_id, **kwargs))
     space = env.observation_space
+    if isinstance(env.unwrapped, ale_py.AtariEnv) and space.shape[1:] == (160, 3):  # raw frames, without the protocol
+        raise UsageError(f"{args.env_id}: use the id ALE/NAME-v5")
     if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     return env
@@ -529,7 +530,7 @@ def make_env(args, **kwargs):
 def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    env = make_env(args)  # what evaluation could not make fails now
+    env = make_env(args)  # fails now if evaluation could not make it later
     if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     kwargs = json.loads(args.env_kwargs)
@@ -539,7 +540,7 @@ def make_envs(args, num_envs):
     try:  # the environment's own vector, if it has one with this mode: native code is faster
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError) as error:
-        if "ALE/" in args.env_id and isinstance(error, TypeError):
+        if "ALE/" in args.env_id:
             raise UsageError(f"--env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if isinstance(envs.single_action_space, gym.spaces.Box):
