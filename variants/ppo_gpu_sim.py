@@ -18,18 +18,19 @@
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
 1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
    bootstraps from the observation before the last step (rsl_rl). `masked` gives that step the advantage 0 (Brax).
-2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is delta_t + gamma A_{t+1}, with GAE's A_{t+1}
+2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is r_t + gamma R_{t+1} - V(s_t), with R = A + V
    (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
 5. --policy: normal with a learned standard deviation (rsl_rl), or tanh-squashed, with a state-dependent one.
 6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
---update changes the network, gamma and more too: see GOOGLE. Statistics of observations change between rollouts only.
-Actor and critic have their own gradient clipping (rsl_rl 4.0). The critic may see more: {"policy": ..., "critic": ...}.
+--update changes the network, gamma and more too: see GOOGLE. Statistics of observations change between rollouts, in
+rsl_rl after every step. Actor and critic have their own gradient clipping (rsl_rl 4.0). The critic may see more than
+the actor: {"policy": ..., "critic": ...}. No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, L = unroll_length, or T without it, C = N * T / L unrolls,
-M = unrolls of a minibatch, or without --unroll-length its single steps, in one row. D = observation of the actor,
-P = of the critic, A = action. Read ../ppo_continuous.py first: helper functions of the same name are identical.
+M = columns of a minibatch: unrolls, or single steps without --unroll-length. D = observation of the actor, P = of the
+critic, A = action. Read ../ppo_continuous.py first: helper functions of the same name are identical.
 """
 
 import argparse
@@ -99,19 +100,19 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps (or unrolls) of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: V(final_obs), else V(s_t); masked: skip it
+    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: V(final_obs), else V(s_t); masked: A_t = 0
     advantages: Literal["gae", "brax"] = "gae"  # brax: r_t + gamma R_{t+1} - V(s_t), R: lambda returns
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = True  # limit the change of the value too, as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; 2 here is 1 in rsl_rl, which has no 0.5
+    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; twice that of rsl_rl, which has no 0.5
     max_grad_norm: float = 1.0  # clip the norms of the actor's and the critic's gradient to this; 0: never
     desired_kl: float | None = 0.01  # adapt the learning rate to aim at this KL; None: off
 
 
-# Settings for --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts.
+# For --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts, --norm-obs.
 GOOGLE = dict(
     num_envs=2048, stagger_envs=False, reward_scale=0.1, policy="tanh", hidden_sizes=(64, 64), activation="silu",
     num_steps=80, unroll_length=5, num_minibatches=32, update_epochs=4, learning_rate=3e-4, desired_kl=None, gamma=0.97,
@@ -252,15 +253,15 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
-    """Rewards, values, timeout_values and ends of unrolls, (L, C) -> advantages, returns (L, C). last_values (C,): V
-    after the last step of an unroll. timeout_values: V of the observation after a truncated step, or its substitute."""
-    if args.timeouts == "masked":  # reward V(s_t) and next value 0: the advantage is 0, until --norm-adv shifts it
+    """Tensors (L, C) -> advantages, returns (L, C). But last_values (C,) are V after the last step of an unroll.
+    timeout_values, read where truncations is True: V of the observation after the step, or its substitute."""
+    if args.timeouts == "masked":  # V(s_t) + gamma 0 - V(s_t) = 0. --norm-adv subtracts the mean from this 0 too
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
     next_values = torch.where(truncations, timeout_values, torch.cat([values[1:], last_values.unsqueeze(0)]))
-    ends = terminations, truncations
-    advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-    if args.advantages == "brax":  # with R = returns: r_t + gamma R_{t+1} - V(s_t) = delta_t + gamma A_{t+1}
+    discounts = args.gamma, args.gae_lambda
+    advantages, returns = compute_gae(rewards, values, next_values, terminations, truncations, *discounts)
+    if args.advantages == "brax":  # r_t + gamma R_{t+1} - V(s_t), with R = returns
         next_returns = torch.where(truncations, timeout_values, torch.cat([returns[1:], last_values.unsqueeze(0)]))
         advantages = rewards + args.gamma * next_returns.masked_fill(terminations, 0.0) - values
     return advantages, returns
@@ -285,7 +286,7 @@ def ppo_loss(agent, args, minibatch):
     new_log_probs, entropy = agent.get_log_prob_and_entropy(mean, std, minibatch["actions"])
     log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration, up to rounding
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    if args.recompute_targets:  # Google: with the current critic; after a time-out its V(s_t), unless masked
+    if args.recompute_targets:  # Google: with the current critic; timeout_values are its V(s_t)
         critic_obs = torch.cat([minibatch["critic_obs"], minibatch["last_critic_obs"]])  # (L + 1, M, P)
         new_values = agent.get_value(critic_obs)
         last_values, new_values = new_values[-1].detach(), new_values[:-1]
@@ -415,7 +416,7 @@ def train(args=None, resume=None):
         terminations, truncations, has_final_obs, logged_ends = torch.zeros(4, T, N, dtype=torch.bool, device=device)
         episode_returns, episode_lengths = torch.zeros(2, N, device=device)
         shortened = torch.zeros(N, dtype=torch.bool, device=device)  # in a staggered first episode, which is not logged
-        # Without this, all environments reach the time limit together, and a batch holds one phase of the episode.
+        # Else all environments would reach the time limit together, and a batch would hold one phase of the episode.
         if args.stagger_envs and hasattr(envs, "episode_length_buf"):
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
             shortened.fill_(True)
@@ -493,10 +494,9 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------- update
             all_metrics = []
             for _ in range(args.update_epochs):
-                permutation = torch.randperm(M * args.num_minibatches, device=device)
-                b_tensors = [x[:, permutation] for x in batch.values()]
-                for minibatch in zip(*(x.split(M, dim=1) for x in b_tensors)):  # (L, M, ...) or (1, M, ...)
-                    gradient, metrics = compute_gradient(dict(zip(batch, minibatch)))
+                for columns in torch.randperm(M * args.num_minibatches, device=device).split(M):
+                    minibatch = {name: x[:, columns] for name, x in batch.items()}  # (L, M, ...) or (1, M, ...)
+                    gradient, metrics = compute_gradient(minibatch)
                     metrics = {name: average_over_ranks(metric) for name, metric in metrics.items()}
                     if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
                         metrics["kl"].zero_()
