@@ -109,7 +109,6 @@ def run(algorithm, settings, task, seed, budget):
             "seed": seed,
             "global_step": model.num_timesteps,
             "last_100_mean": f"{means[-1]:.6g}",
-            "best_100_mean": f"{means[min(100, len(means)) - 1 :].max():.6g}",
             "evaluation": f"{evaluation:.6g}",
             "episodes": len(episodes),
             "falls": falls(task, "{}", read_csv(Path(folder, "episodes.csv")), model.num_timesteps),

@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for tasks of benchmark/, as benchmark.memory_envs:CartPoleNoVel-v1
-FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "best_100_mean", "evaluation"]
+FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "evaluation"]
 FIELDS += ["episodes", "falls", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
 # Arguments that say where and how a run went, not what it did.
 WHERE_AND_HOW = {"script", "version", "env_id", "seed", "exp_name", "runs_dir", "compile"}
@@ -187,7 +187,6 @@ def summarise(run_dir):
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = load_checkpoint(run_dir)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
-    whole = min(100, len(means)) - 1  # the first mean of 100 episodes, of all where there are fewer
     solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"].split(":")[-1], np.inf))
     record = run_dir / "benchmark.json"
     record = json.loads(record.read_text()) if record.exists() else {}
@@ -200,7 +199,6 @@ def summarise(run_dir):
         "seed": args["seed"],
         "global_step": checkpoint["global_step"],
         "last_100_mean": f"{means[-1]:.6g}",
-        "best_100_mean": f"{means[whole:].max():.6g}",
         "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
         "episodes": len(episodes),
         "falls": falls(args["env_id"], args.get("env_kwargs", "{}"), episodes, checkpoint["global_step"]),

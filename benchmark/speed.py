@@ -22,7 +22,7 @@ where there is a GPU:
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
-nothing has been compiled yet, is measured once, and counted in the steps/s of a first run of a million steps. The
+nothing has been compiled yet, is measured once. The
 "simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed;
 results/speed.csv keeps those of the cases in docs/results.md. The machine should have nothing else to do.
 """
@@ -45,7 +45,7 @@ from report import RESULTS, SPEED
 from run_folder import ROOT, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
-FIELDS += ["steps_per_second_1m", "repeats", "single_runs", "versions"]
+FIELDS += ["repeats", "single_runs", "versions"]
 PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax", "rejax", "envpool")
 
 SB3 = """
@@ -303,7 +303,6 @@ def measure(case, contestants, repeats, cpu_time=False):
         ratio = statistics.median(own[0] / other[0] for own, other in zip(singles[mine], runs))
         row = {"case": case, "contestant": name, "steps_per_second": f"{speed:.0f}", "start_seconds": f"{start:.1f}"}
         row |= {"first_start_seconds": f"{first_start:.1f}", "ratio": f"{ratio:.2f}", "repeats": repeats}
-        row |= {"steps_per_second_1m": f"{1e6 / (first_start + 1e6 / speed):.0f}"}
         row |= {"single_runs": " ".join(f"{speed:.0f}" for speed, _ in runs)}
         rows.append(row | {"versions": versions_of(contestants[name][0](contestants[name][1])[0])})
     return rows

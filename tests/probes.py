@@ -93,8 +93,6 @@ class Broken(Target):
             raise RuntimeError("the simulator is lost")
         if self.steps == 300 and self.where == "interrupt":
             raise KeyboardInterrupt
-        while self.steps == 300 and self.where == "hang":
-            time.sleep(0.1)
         if self.steps == 1 and self.where == "slow":
             time.sleep(0.5)
         return obs, reward, terminated, truncated, infos
@@ -212,24 +210,6 @@ class Masked(gym.Env):
         return obs, reward, False, ended, infos
 
 
-class Images(gym.Env):
-    """A picture that is bright on the side that has to be chosen."""
-
-    observation_space = gym.spaces.Box(0, 255, (40, 48, 3), np.uint8)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.side = int(self.np_random.integers(2))
-        image = np.zeros(self.observation_space.shape, np.uint8)
-        image[:, 24 * self.side : 24 * self.side + 24] = 255
-        return image, {}
-
-    def step(self, action):
-        image = np.full(self.observation_space.shape, 7, np.uint8)
-        return image, float(action == self.side), False, True, {}
-
-
 def register(name, environment, **kwargs):
     """As box/NAME-v0 and as discrete/NAME-v0, by their actions."""
     for kind in ("box", "discrete"):
@@ -240,9 +220,8 @@ register("Chain", Chain)
 register("AlignedChain", Chain, lengths=(8,))
 register("Target", Target)
 register("NanReward", Broken)
-for where in ("infinity", "shape", "raise", "interrupt", "hang", "slow"):
+for where in ("infinity", "shape", "raise", "interrupt", "slow"):
     register(where.title(), Broken, where=where)
 for environment in (Shaped, Integers, OtherTypes, Whole, OneArray):
     register(environment.__name__, environment)
 gym.register("masks/Masked-v0", Masked)
-gym.register("images/Bright-v0", Images)

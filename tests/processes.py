@@ -14,8 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["ppo_continuous", "ppo_discrete", "ppo_rnn", "probes", "processes"])
 
@@ -50,21 +48,6 @@ def run_main(script, flags):
     importlib.import_module("probes")
     sys.argv = [f"{script}.py", *flags]
     run_last_block(importlib.import_module(script))
-
-
-def die_with_half_a_checkpoint(script, flags):
-    """As if the power went: half of the second checkpoint is on the disk."""
-    save, calls = torch.save, []
-
-    def save_half(checkpoint, path):
-        save(checkpoint, path)
-        calls.append(path)
-        if len(calls) == 2:
-            os.truncate(path, os.path.getsize(path) // 2)
-            os._exit(9)
-
-    torch.save = save_half
-    run_main(script, flags)
 
 
 STARTED = []

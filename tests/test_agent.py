@@ -68,11 +68,3 @@ def test_loaded_agent_acts_as_the_trained_one(script, small_args):
     np.testing.assert_allclose(act(loaded, raw_obs[0]), act(agent, raw_obs)[0], rtol=1e-5)
     space = gym.make(probe(script)).action_space
     assert all(space.contains(action) for action in act(loaded, raw_obs * 1e6))
-
-
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
-def test_actions_of_double_precision(script):
-    """float64 bounds leave the policy in float32."""
-    agent = make_agent(script)
-    agent.action_low, agent.action_high = agent.action_low.double(), 2 * agent.action_high.double()
-    assert {x.dtype for x in agent.get_action_and_value(torch.randn(8, 3))} == {torch.float32}

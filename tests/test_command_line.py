@@ -99,7 +99,6 @@ BAD = {
     "no such preset": ({"preset": "nobody"}, None),
     "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64: choose one of [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
-    "observations are images": ({"env_id": "images/Bright-v0"}, "uint8): wrap it (MiniGrid: ImgObsWrapper)"),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
 }
 WHOLE = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "Box(0, 9, (2,), int64)")}

@@ -166,6 +166,7 @@ class Space(probes.Target):
     """Only has a space of observations, of that name."""
 
     SPACES: ClassVar = {
+        "image": gym.spaces.Box(0, 255, (40, 48, 3), np.uint8),
         "empty": gym.spaces.Box(-1, 1, (0,), np.float32),
         "mission": gym.spaces.Dict(image=gym.spaces.Box(0, 1, (4,)), mission=Mission()),
         "sequence": gym.spaces.Sequence(gym.spaces.Discrete(3)),

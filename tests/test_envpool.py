@@ -1,10 +1,5 @@
 """EnvPool's vectors as environments: benchmark/envpool_envs.py. Most tests need EnvPool, which is optional."""
 
-import json
-import os
-import subprocess
-import sys
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -69,13 +64,3 @@ def test_task_that_is_unknown(tmp_path):
     env_id = "benchmark.envpool_envs:EnvPool/NoSuch-v4"
     with pytest.raises(ValueError, match="Environment `NoSuch` doesn't exist"):
         ppo_continuous.train(ppo_continuous.Args(env_id=env_id, runs_dir=str(tmp_path)))
-
-
-def test_agreement_with_gymnasium():
-    """The study says so for every task; here its first row."""
-    pytest.importorskip("envpool")
-    code = "import json; from envpool_agreement import compare; print(json.dumps(compare('Hopper-v4'), default=int))"
-    path = os.environ | {"PYTHONPATH": str(ROOT / "benchmark" / "studies")}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=path, capture_output=True, text=True)
-    row = json.loads(done.stdout)
-    assert float(row["after_10_steps"]) < 1e-9 and row["ended"] > 50 and row["ended_in_another_step"] == 0

@@ -260,12 +260,6 @@ def test_wrong_input(tmp_path, flags, words, main):
     assert not list(tmp_path.iterdir())
 
 
-def test_update_of_a_finished_run(tmp_path, main):
-    """A resumed run keeps its update: argparse refuses another one."""
-    refused = main(script, "--resume", tmp_path, "--update", "google")
-    assert refused.returncode == 2 and "not allowed with argument" in refused.stderr
-
-
 def test_commands_with_brax_parse():
     """test_documented_commands.py runs the others."""
     text = script.__doc__ + (ROOT / "docs" / "gpu_sim.md").read_text()

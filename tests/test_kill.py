@@ -13,7 +13,6 @@ import torch
 from conftest import (
     LONG,
     ONE,
-    Started,
     assert_same_learner,
     checkpointed_step,
     flags_of,
@@ -23,7 +22,6 @@ from conftest import (
     start,
     wait_for,
 )
-from processes import die_with_half_a_checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -69,20 +67,6 @@ def test_kill_and_resume(script, tmp_path, main):
         assert mean == pytest.approx(returns[max(0, step - 100) : step].mean(), rel=1e-4)
     assert_same_learner(end, script.load_checkpoint(copy))
     assert [row[:3] for row in table] == [row[:3] for row in rows(copy)]
-
-
-@ONE
-def test_kill_while_writing_a_checkpoint(script, tmp_path, main):
-    """The process dies with half of its second checkpoint written: the first is whole, and the run goes on from it."""
-    flags = flags_of(env_id=probe(script), runs_dir=str(tmp_path), **LONG | {"total_timesteps": 64 * 20})
-    process = Started(die_with_half_a_checkpoint, script.__name__, flags)
-    process.wait()
-    assert process.returncode == 9
-    (run_dir,) = tmp_path.iterdir()
-    assert script.load_checkpoint(run_dir)["global_step"] == 64
-    assert main(script, "--resume", run_dir).returncode == 0
-    assert script.load_checkpoint(run_dir)["global_step"] == 64 * 20
-    assert len(rows(run_dir)) == 1 + 64 * 20 and not list(run_dir.glob("*.tmp"))
 
 
 @ONE

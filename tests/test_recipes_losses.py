@@ -170,31 +170,6 @@ def test_popart_update_does_not_see_the_scale_of_rewards():
     assert not module.Args().norm_reward
 
 
-def test_symmetry_loss_of_a_symmetric_policy_is_zero():
-    module = with_recipes("ppo_continuous", "symmetry_loss")
-    agent = shake(make_agent(module, 17, -np.ones(6), np.ones(6)))
-    obs = torch.randn(64, 17)
-    torch.testing.assert_close(module.mirror_obs(module.mirror_obs(obs)), obs)
-    assert not torch.equal(module.mirror_obs(obs), obs)
-
-    def mirror_loss(agent):
-        return module.ppo_loss(agent, agent.args, obs, *minibatch(64, 17, 6)[1:])[1]["mirror_loss"]
-
-    assert mirror_loss(agent) > 1e-3
-
-    class Symmetric(torch.nn.Module):
-        def __init__(self, network):
-            super().__init__()
-            self.network = network
-
-        def forward(self, obs):
-            return self.network(obs) + module.mirror_action(self.network(module.mirror_obs(obs)))
-
-    agent.actor = Symmetric(agent.actor)
-    assert agent.get_mean_and_log_std(obs)[0].std() > 0.1
-    assert mirror_loss(agent) < 1e-10
-
-
 def test_kl_penalty():
     """Where there is nothing to gain, what is left of the loss has the gradient of torch.distributions' KL divergence
     from the policy that drew the actions."""

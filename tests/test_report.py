@@ -60,8 +60,6 @@ def test_row_of_a_run(run_dir, tmp_path):
     row = report.summarise(run_dir)
     assert len(returns) > 100 and row["episodes"] == len(returns)
     assert float(row["last_100_mean"]) == pytest.approx(np.mean(returns[-100:]), abs=0.05)
-    hundreds = [np.mean(returns[i : i + 100]) for i in range(len(returns) - 99)]
-    assert float(row["best_100_mean"]) == pytest.approx(max(hundreds), abs=0.05)
     assert row["flags"] == "--total-timesteps=4096 --update-epochs=1"
     assert {name: row[name] for name in FIGURES} == {name: str(value) for name, value in FIGURES.items()}
     (run_dir / "benchmark.json").write_text(json.dumps(FIGURES | {"global_step": 2048}))
@@ -190,6 +188,8 @@ def test_runs_of_few_episodes(run_dir, results):
     report.write_csv("classic", [run_dir])
     (row,) = report.read_csv(results / "classic.csv")
     assert (row["last_100_mean"], row["solved_at"]) == ("500", "")
+    write_episodes(run_dir, (1000, 0.74))
+    assert report.summarise(run_dir)["last_100_mean"] == "0.74"  # with the digits that tell settings apart
     assert "CartPole-v1, `ppo_discrete.py --update-epochs=1` (of 2 episodes)" in "".join(report.suite_table("classic"))
 
 

@@ -30,7 +30,6 @@ def test_speed_is_that_of_the_steps_in_between(monkeypatch):
     slow, fast = speed.measure("case", contestants, 3)
     assert (slow["steps_per_second"], slow["first_start_seconds"], slow["ratio"]) == ("250", "3.0", "2.00")
     assert (fast["steps_per_second"], fast["start_seconds"], fast["ratio"]) == ("500", "3.0", "1.00")
-    assert fast["steps_per_second_1m"] == "499"  # 2,003 s for a million
     assert "torch " + torch.__version__.split("+")[0] in slow["versions"]
 
 

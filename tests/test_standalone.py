@@ -74,7 +74,3 @@ def test_importing_does_nothing(tmp_path):
     finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
-
-
-def test_top_level_holds_scripts_only():
-    assert {path.stem for path in ROOT.glob("*.py")} == set(SCRIPTS)
