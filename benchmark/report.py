@@ -342,6 +342,7 @@ def breadth_table():
             field = "evaluation" if highest[env_id]["mark"] else "last_100_mean"
             counts[-1].append(mean_return(ours[env_id], field) >= float(highest[env_id]["mean_return"]))
         cells = [f"{sum(count)} of {len(count)}" if count else "" for count in counts]
+        cells[-1] = cells[-1] or "none known"
         if ours:
             lines.append([name, len(ours), *cells])
     columns = ["suite", "tasks", *list(PEERS.values())[:2], "highest PPO found"]
