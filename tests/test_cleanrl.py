@@ -79,10 +79,8 @@ def test_first_iteration_of_cleanrl(script, minibatches, monkeypatch, tmp_path):
 
     monkeypatch.setattr(script, "Agent", SameWeights)
     shuffle_as_cleanrl(monkeypatch, T * N)
-    flags = "--clip-vloss --no-norm-obs --no-norm-reward --update-epochs 4 --num-minibatches 4 --learning-rate 2.5e-4"
-    flags += f" --ent-coef 0.01 --num-envs {N} --num-steps {T} --total-timesteps {T * N}"
-    flags += f" --env-id cleanrl/Replay-v0 --no-compile --runs-dir {tmp_path}"
-    agent, _ = script.train(script.parse_args(flags.split()))
+    flags = f"--num-steps {T} --total-timesteps {T * N} --env-id cleanrl/Replay-v0 --no-compile --runs-dir {tmp_path}"
+    agent, _ = script.train(script.parse_args(flags.split(), script.Args(**script.PRESETS["cleanrl"])))
     assert len(minibatches) == len(expected["minibatches"]) == 16
     for (_, (_, ours)), theirs in zip(minibatches, expected["minibatches"]):
         assert {name: ours[name].item() for name in theirs} == pytest.approx(theirs, abs=1e-6)
