@@ -414,7 +414,7 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX uses JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax does too, and compiles CartPole itself: {int(rejax['steps_per_second']):,}."
+        text += f" rejax does too, and compiles the environment as well: {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",

@@ -23,9 +23,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
    frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life counts as a termination,
-   but the game goes on. Logs count whole games. Unlike in baselines, a game begins with a stack of one frame and zeros,
-   and nothing presses FIRE after a lost life: the policy must. Sticky actions (Machado et al. 2018):
-   --env-kwargs '{"repeat_action_probability": 0.25}'.
+   but the game goes on. Logs count whole games. Unlike in baselines, nothing presses FIRE after a lost life: the policy
+   must. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
 The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
 5 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
@@ -520,7 +519,7 @@ def make_env(args, **kwargs):
         return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero")
     env = VectorMember(gym.make(args.env_id, **kwargs))
     space = env.observation_space
-    if isinstance(env.unwrapped, ale_py.AtariEnv) and space.shape[1:] == (160, 3):  # raw frames, without the protocol
+    if isinstance(env.unwrapped, ale_py.AtariEnv) and space == env.unwrapped.observation_space:  # without the protocol
         raise UsageError(f"{args.env_id}: use the id ALE/NAME-v5")
     if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
@@ -541,7 +540,7 @@ def make_envs(args, num_envs):
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError) as error:
         if "ALE/" in args.env_id:
-            raise UsageError(f"--env-kwargs {args.env_kwargs}: {error}") from error
+            raise UsageError(f"{args.env_id}, --env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if isinstance(envs.single_action_space, gym.spaces.Box):
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
