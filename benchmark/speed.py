@@ -199,7 +199,7 @@ def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
 
 
 def discrete_case(envs, cleanrl):
-    """CleanRL's ppo.py, with 4 or more environments: 128 steps, 4 minibatches, 4 epochs; only advantages are normalised."""
+    """CleanRL's ppo.py, 4 or more environments: 128 steps, 4 minibatches, 4 epochs; only advantages are normalised."""
     flags = {"env_id": "CartPole-v1", "num_envs": envs, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
     flags |= {"learning_rate": 2.5e-4, "ent_coef": 0.01, "clip_vloss": True}
     settings = {"n_steps": 128, "batch_size": 32 * envs, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
