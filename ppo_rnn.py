@@ -350,8 +350,7 @@ def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, fina
     estimate_advantages reads them in place of observations.
 
     all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) is the state before the rollout, final_states (E, S)
-    are those after the last steps of the truncated episodes. Neither is recomputed when the weights change, so both are
-    slightly out of date after the first epoch."""
+    are those after the last steps of the truncated episodes. Both keep the values of the rollout in later epochs."""
     features = memory.replay(all_obs, episode_starts, first_state)
     return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
 

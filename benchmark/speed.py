@@ -22,9 +22,9 @@ where there is a GPU:
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
 comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
-nothing has been compiled yet, is measured once. The
-"simulator" steps the same environments with random actions and learns nothing. Medians over the repeats are printed;
-results/speed.csv keeps those of the cases in docs/results.md. The machine should have nothing else to do.
+nothing has been compiled yet, is measured once. The "simulator" steps the same environments with random actions and
+learns nothing. Medians over the repeats are printed; results/speed.csv keeps those of the cases in docs/results.md. The
+machine should have nothing else to do.
 """
 
 import dataclasses
