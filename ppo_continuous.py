@@ -14,7 +14,7 @@
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are normalized when the policy acts and stored normalized. Their statistics change between rollouts.
+2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
 3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
@@ -153,7 +153,8 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of observations and returns.
 
-    raw_obs come from the environment; obs come from normalize_obs."""
+    raw_obs come from the environment; obs come from normalize_obs. To use your own network, replace self.actor,
+    (..., D) -> (..., A), and self.critic, (..., D) -> (..., 1)."""
 
     def __init__(self, obs_shape, action_low, action_high, args):
         super().__init__()
@@ -230,7 +231,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
     discounted_returns (N,) looks back: G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended
-    (T, N) is True, and changes in place, as return_rms does. No mean is subtracted."""
+    (T, N) is True. It and return_rms are updated in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
@@ -318,7 +319,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's scalars to Python's
     check(args)
     T, N = args.num_steps, args.num_envs
     B, M = T * N, T * N // args.num_minibatches
@@ -331,17 +332,17 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # global_step makes a resumed run draw new noise. noise_seed also seeds the initial weights.
+        # global_step: a resumed run gets other random numbers. noise_seed also sets the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
         agent = Agent(obs_shape, action_space.low, action_space.high, args).to(device)
-        # One vector holds all parameters, for a faster Adam. Create modules above; an unused one is an error.
+        # One vector holds all parameters, for a faster Adam. Create modules above. The loss must use every parameter.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
-        nn.utils.vector_to_parameters(flat_parameters, parameters)
+        nn.utils.vector_to_parameters(flat_parameters, parameters)  # now they are views of it
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         run.start(agent, optimizer)
         cleanup.callback(run.close)
@@ -463,7 +464,8 @@ class UsageError(ValueError):
 
 def check(args):
     """Refuse settings that cannot work, before anything is created."""
-    if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
+    compilers = ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl")
+    if args.compile and not any(map(shutil.which, compilers)):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -577,7 +579,7 @@ class Run:
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration is left to train
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())

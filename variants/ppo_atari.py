@@ -146,7 +146,7 @@ class Agent(nn.Module):
         self.args = args
         self.register_buffer("action_sizes", torch.as_tensor(action_sizes))  # choices in each dimension of an action
         self.register_buffer("action_start", torch.as_tensor(action_start))  # what the environment calls choice 0
-        self.sizes = self.action_sizes.flatten().tolist()  # the same, as a list of K; the sum is A
+        self.sizes = self.action_sizes.flatten().tolist()  # the same as a list of length K; its sum is A
         self.register_buffer("obs_shape", torch.tensor(obs_shape))
         self.encoder = NatureCNN(obs_shape)
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
@@ -278,7 +278,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's scalars to Python's
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
@@ -299,10 +299,10 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # One vector holds all parameters, for a faster Adam. Create modules above; an unused one is an error.
+        # One vector holds all parameters, for a faster Adam. Create modules above. The loss must use every parameter.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
-        nn.utils.vector_to_parameters(flat_parameters, parameters)
+        nn.utils.vector_to_parameters(flat_parameters, parameters)  # now they are views of it
         if num_ranks > 1:
             dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
@@ -421,7 +421,8 @@ class UsageError(ValueError):
 
 def check(args):
     """Refuse settings that cannot work, before anything is created."""
-    if args.compile and not any(map(shutil.which, ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl"))):
+    compilers = ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl")
+    if args.compile and not any(map(shutil.which, compilers)):
         raise UsageError("torch.compile needs a C++ compiler: install g++, or add --no-compile")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
@@ -482,8 +483,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. Of an info,
-    step keeps the mask or, at an episode's end, the numbers: merging whole infos can cost more than the step itself."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
+    the mask of an info or, at an episode's end, its numbers: merging infos can cost more than the step itself."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -599,7 +600,7 @@ class Run:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
             return
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration is left to train
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
