@@ -71,7 +71,7 @@ def main(before, after):
         if min(steps) < 0.95 * max(steps):
             print(f"  unlike runs: from {min(steps):,} to {max(steps):,} steps")
         if difference < -(variance**0.5):
-            falling.append(f"{key[1]} ({difference / variance**0.5:.1f})")
+            falling.append(f"{key[1]} ({difference / (variance**0.5 or 1):.1f})")  # equal seeds have no variance
         if key[1] in published:
             size = abs(float(published[key[1]]))
             gains.append(difference / size)

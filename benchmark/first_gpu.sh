@@ -61,7 +61,7 @@ print('torch', torch.__version__, 'gymnasium', gymnasium.__version__, 'ale-py', 
     ;;
 compare)
     part learner of ppo_gpu_sim.py beside rsl_rl
-    timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py learner --repeats 1 --device "$DEVICE" \
+    timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py --repeats 1 --device "$DEVICE" \
         && cp benchmark/studies/speed_gpu_sim.csv "$OUT"
     # Without TF32 on either side. On a CPU the two differ by at most 3e-8.
     part weights after one iteration, with CUDA graphs and without compilation

@@ -31,7 +31,6 @@ from run_folder import (
     CURVE_POINTS,
     FIELDS,
     ROOT,
-    SOLVED,
     VERSIONS,
     curve,
     is_finished,
@@ -184,9 +183,8 @@ def settings_table(rows):
         cells = [name, env_id, flags or "defaults", len(values), number(statistics.fmean(values), values[0])]
         cells += [number(statistics.stdev(values), values[0]) if len(values) > 1 else ""]
         cells += [", ".join(number(value, values[0]) for value in values)]
-        cells += [", ".join(row["solved_at"] or "-" for row in group) if env_id.split(":")[-1] in SOLVED else ""]
         lines.append(cells)
-    columns = ["name", "task", "flags", "seeds", "mean", "standard deviation", "single runs", "solved at step"]
+    columns = ["name", "task", "flags", "seeds", "mean", "standard deviation", "single runs"]
     return table(columns, lines)
 
 

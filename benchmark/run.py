@@ -6,15 +6,13 @@
     python benchmark/run.py --suite mujoco --tuned                 # with the settings of benchmark/tuned.yaml
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --script my_ppo.py --env-ids Hopper-v4 my_module:Mine-v0 --seeds 3    # a copy of a script
-    python benchmark/run.py --suite mujoco --shard 2/8             # the second of eight parts, for job arrays
     python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
 others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands
-may work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the runs,
-give each command a --shard.
-When a run fails the others go on; it is named at the end, and the exit status is 1. --shard needs a --runs-dir that all
-machines see under the same path, as they do the repository.
+may work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the work,
+give each command its own --tasks or --first-seed.
+When a run fails the others go on; it is named at the end, and the exit status is 1.
 """
 
 import dataclasses
@@ -64,7 +62,6 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made and looked for
     jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
     eval_episodes: int = 10  # episodes that the trained agent plays after its run
-    shard: str = "1/1"  # i/n: only every n-th run, beginning with the i-th
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +103,6 @@ def make_jobs(args, flags=()):
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
         known = ", ".join(env_id for _, env_id, _ in suite)
         raise SystemExit(f"--tasks: there is no {', '.join(sorted(unknown))} among {known}")
-    if not (shard := re.fullmatch(r"(\d+)/(\d+)", args.shard)) or not 1 <= int(shard[1]) <= int(shard[2]):
-        raise SystemExit(f"--shard {args.shard}: i/n is wanted, with i from 1 to n")
     if args.tuned:
         tasks = [(script, env_id, TUNED.get(env_id, flags)) for script, env_id, flags in tasks]
     exp_name = args.exp_name or ("tuned" if args.tuned else None)
@@ -134,7 +129,7 @@ def make_jobs(args, flags=()):
             raise SystemExit(
                 f"{job.script.name} has changed since {run_dir}: give another --exp-name, or delete that run"
             )
-    return jobs[int(shard[1]) - 1 :: int(shard[2])]
+    return jobs
 
 
 def find_run(job):
@@ -165,7 +160,7 @@ def run_job(job, gpu=None, children=None, stop=None):
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     script = [sys.executable, str(job.script)]
     (job.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
-    path = job.runs_dir / "logs" / f"{job.name}.log"
+    path = job.runs_dir / "logs" / f"{job.script.stem}__{job.name}.log"  # a suite may have a task twice
 
     def call(*words):
         """Run the script. It inherits the log, and with it the lock: an orphan goes on holding its run."""

@@ -22,13 +22,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for tasks of benchmark/, as benchmark.memory_envs:CartPoleNoVel-v1
 FIELDS = ["script", "env_id", "exp_name", "seed", "global_step", "last_100_mean", "evaluation"]
-FIELDS += ["episodes", "falls", "seconds", "solved_at", "flags", "versions", "commit", "hardware", "curve"]
+FIELDS += ["episodes", "falls", "seconds", "flags", "versions", "commit", "hardware", "curve"]
 # Arguments that say where and how a run went, not what it did.
 WHERE_AND_HOW = {"script", "version", "env_id", "seed", "exp_name", "runs_dir", "compile"}
 WHERE_AND_HOW |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity", "capture_video"}
-# Solved: this mean return over 100 episodes. The name without the module that registers the task.
-SOLVED = {"CartPole-v1": 490, "Acrobot-v1": -82, "Taxi-v4": 7.5}
-SOLVED |= {"CartPoleNoVel-v1": 475, "PendulumNoVel-v1": -250, "popgym-RepeatPreviousEasy-v0": 0.9}
 CURVE_POINTS = 25
 
 
@@ -187,7 +184,6 @@ def summarise(run_dir):
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = load_checkpoint(run_dir)
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
-    solved = np.flatnonzero(means[99:] >= SOLVED.get(args["env_id"].split(":")[-1], np.inf))
     record = run_dir / "benchmark.json"
     record = json.loads(record.read_text()) if record.exists() else {}
     if record.get("global_step", checkpoint["global_step"]) != checkpoint["global_step"]:
@@ -203,7 +199,6 @@ def summarise(run_dir):
         "episodes": len(episodes),
         "falls": falls(args["env_id"], args.get("env_kwargs", "{}"), episodes, checkpoint["global_step"]),
         "seconds": f"{checkpoint['seconds']:.0f}",
-        "solved_at": episodes[99 + solved[0]]["global_step"] if len(solved) else "",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
         "versions": record.get("versions", ""),
         "commit": record.get("commit", ""),

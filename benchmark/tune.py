@@ -170,7 +170,7 @@ def main():
             study.set_user_attr("about", about)
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
-                defaults["hidden_sizes"] = " ".join(map(str, defaults["hidden_sizes"]))
+                defaults["hidden_sizes"] = str(list(defaults["hidden_sizes"]))  # as the files have it
             for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_ids[0], []):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
             retry_killed_trials(study, workers)
@@ -187,10 +187,7 @@ def main():
         signal.signal(number, request_stop)
 
     def objective(trial):
-        words = []
-        for name, spec in space.items():
-            flag, text = f"--{name.replace('_', '-')}", str(suggest(trial, name, spec))
-            words += [flag, *text.split()] if " " in text else [f"{flag}={text}"]
+        words = [f"--{name.replace('_', '-')}={suggest(trial, name, spec)}" for name, spec in space.items()]
         settings = hashlib.sha1(" ".join([*words, about["program"]]).encode()).hexdigest()
         words += ["--exp-name", f"tune-{settings[:8]}"]  # the same when it is tried again, another for another script
         scores = []  # of each seed

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch_envs
 from conftest import ROOT, flags_of, scalars
-from forks import exit_status, fork, two_ranks
+from forks import two_ranks
 from gpu_sim import SMALL, env_id_of, make_args, script
 
 
@@ -267,24 +267,6 @@ def test_commands_with_brax_parse():
     assert len(commands) >= 3
     for _, update, words in commands:
         script.check(script.parse_args(words.split(), script.Args(**script.UPDATES[update or "rsl_rl"])))
-
-
-def test_google_vs_nvidia_starts(tmp_path):
-    """Every update of both sizes has settings that the script takes: it ends at the device, which torch does not know.
-    In a process of its own, since the study changes what it imports."""
-    pytest.importorskip("scipy")
-
-    def start_all():
-        sys.path.insert(0, str(ROOT / "benchmark" / "studies"))
-        import google_vs_nvidia as study
-
-        for settings in (study.SMALL, study.FULL):
-            for update in study.UPDATES:
-                args = study.Args(seeds=1, updates=(update,), runs_dir=str(tmp_path / "runs"), device="none")
-                with pytest.raises(RuntimeError, match="device string: none"):
-                    study.train_all(args, settings)
-
-    assert exit_status(fork(start_all)) == 0
 
 
 @pytest.mark.parametrize("critic", [[], ["--critic_hidden_sizes=[24]"]])

@@ -90,25 +90,12 @@ def test_run_that_was_resumed_with_another_batch_size(run_dir, capsys):
     assert report.summarise(run_dir)["global_step"] == 8704
 
 
-REWRITTEN = {
-    "a large step": ("1024", "1.02E+03"),
-    "a decimal comma": ("20.5", '"20,5"'),
-    "a decimal comma without quotes": (",1.0", ",1,0"),
-    "semicolons": (",", ";"),
-    "a lost column": (",1.0", ""),
-    "a byte order mark": ("global_step", "\ufeffglobal_step"),
-    "a date": ("21.0", "21. Jan"),
-}
-
-
-@pytest.mark.parametrize("what", REWRITTEN)
-def test_numbers_that_a_spreadsheet_rewrote(run_dir, finished_runs, tmp_path, main, what):
+@pytest.mark.parametrize("after", [",1,0", ""], ids=["a decimal comma", "a lost column"])
+def test_numbers_that_a_spreadsheet_rewrote(run_dir, finished_runs, tmp_path, main, after):
     """The run is named and left out, never a part of its numbers; then comes the table of the others, and status 1."""
-    write_episodes(run_dir, (512, 20.5), (1024, "21.0"), (2048, 22.5))
-    before, after = REWRITTEN[what]
-    text = (run_dir / "episodes.csv").read_text()
-    assert before in text
-    (run_dir / "episodes.csv").write_text(text.replace(before, after))
+    write_episodes(run_dir, (512, 20.5), (1024, 21.0), (2048, 22.5))
+    path = run_dir / "episodes.csv"
+    path.write_text(path.read_text().replace(",1.0", after))
     done = main(report, run_dir, finished_runs[1], "--out", tmp_path / "mine")
     assert done.returncode == 1 and f"left out: {run_dir}: it cannot be read" in done.stderr
     assert "| ppo_discrete | CartPole-v1 |" in done.stdout
@@ -172,22 +159,12 @@ def test_pages_have_the_tables_of_the_results():
         assert emptied.count("1 | 2") == len(blocks) and "| HalfCheetah" not in emptied, path
 
 
-def test_solved_where_a_module_registers_the_task(run_dir):
-    """`solved_at` is the step of the first episode with which a hundred have the mean that solves the task."""
-    args = json.loads((run_dir / "args.json").read_text()) | {"env_id": "benchmark.memory_envs:CartPoleNoVel-v1"}
-    (run_dir / "args.json").write_text(json.dumps(args))
-    write_episodes(run_dir, *((8 * i, 400 if i < 100 else 500) for i in range(200)))
-    row = report.summarise(run_dir)
-    assert row["solved_at"] == str(8 * 174)  # 25 of 400, 75 of 500
-    assert "| 1392 |" in report.settings_table([{name: str(value) for name, value in row.items()}])[-1]
-
-
 def test_runs_of_few_episodes(run_dir, results):
-    """Two good episodes solve nothing, and the table says how few they are."""
+    """The table says how few they are."""
     write_episodes(run_dir, (1000, 500), (1004, 500))
     report.write_csv("classic", [run_dir])
     (row,) = report.read_csv(results / "classic.csv")
-    assert (row["last_100_mean"], row["solved_at"]) == ("500", "")
+    assert row["last_100_mean"] == "500"
     write_episodes(run_dir, (1000, 0.74))
     assert report.summarise(run_dir)["last_100_mean"] == "0.74"  # with the digits that tell settings apart
     assert "CartPole-v1, `ppo_discrete.py --update-epochs=1` (of 2 episodes)" in "".join(report.suite_table("classic"))
@@ -298,6 +275,9 @@ def test_compare_two_settings(tmp_path, capsys):
     report.write_rows(tmp_path / "fractions.csv", report.FIELDS, fractions)
     assert lines("fractions.csv", "fractions.csv")[0][0][3] == "0.9595"
     report.write_rows(tmp_path / "long.csv", report.FIELDS, [row | {"global_step": 2000} for row in rows])
+    for name, x in (("high", 500), ("lower", 200)):  # no variance
+        report.write_rows(tmp_path / f"{name}.csv", report.FIELDS, [row | {"last_100_mean": x} for row in rows])
+    assert rows[0]["env_id"] in lines("high.csv", "lower.csv")[1]
     assert lines("low.csv", "long.csv")[0][1] == ["", "unlike runs: from 1,000 to 2,000 steps"]
     assert f"{(3000 / 2761.192 - 41 / 4.1) / 2:+.4f}" in mean
     assert lines("one.csv", "other.csv") == named

@@ -155,16 +155,6 @@ def test_scripts_take_the_flags_of_every_suite(suite):
     assert len(jobs) == len(suites.SUITES[suite]) == len(set(jobs))
 
 
-def test_shards_are_the_whole():
-    """Each run is in exactly one of them."""
-    whole = [str(job) for job in suites.make_jobs(suites.Args("memory", seeds=2))]
-    parts = [str(job) for i in (1, 2, 3) for job in suites.make_jobs(suites.Args("memory", seeds=2, shard=f"{i}/3"))]
-    assert len(whole) == 2 * len(suites.SUITES["memory"]) == len(set(whole)) and sorted(parts) == sorted(whole)
-    for shard in ("0/3", "4/3", "3", "a/b"):
-        with pytest.raises(SystemExit, match="shard"):
-            suites.make_jobs(suites.Args("memory", shard=shard))
-
-
 def test_tuned_settings_are_those_of_the_file():
     """Tasks of tuned.yaml have its flags, others those of the suite; flags after -- come last; the name says tuned."""
     tuned = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True), ["--gamma=0.5"])
@@ -184,22 +174,7 @@ def test_tuned_settings_are_those_of_the_file():
     assert named.parsed.exp_name == "mine"
 
 
-def test_more_seeds_go_on_where_the_first_ended():
-    whole = suites.make_jobs(suites.Args("classic", seeds=5))
-    parts = [suites.make_jobs(suites.Args("classic", seeds=n, first_seed=first)) for first, n in ((1, 2), (3, 3))]
-    assert [str(job) for job in parts[0] + parts[1]] == [str(job) for job in whole]
-
-
 def test_suites_without_runs_are_refused():
     for name in ("seeds", "first_seed", "jobs"):
         with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
             suites.make_jobs(suites.Args("classic", **{name: 0}))
-
-
-def test_damaged_run(run_dir, tmp_path, main):
-    """It is named, and the others count. The exit status says so, too."""
-    path = run_dir / "args.json"
-    path.write_text(path.read_text()[:100])
-    done = main(suites, *words_of(tmp_path, "--seeds=2"))
-    assert done.returncode == 1 and "1 of 2 runs have finished" in done.stdout
-    assert f"failed: ppo_discrete CartPole-v1 seed 1: {path} is damaged" in done.stderr

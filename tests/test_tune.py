@@ -67,6 +67,8 @@ def test_tune(tmp_path, main):
         "compile": {"value": False},
         "update_epochs": {"value": 1},
         "env_id": {"value": "CartPole-v1"},
+        "env_kwargs": {"value": '{"sutton_barto_reward": false}'},
+        "hidden_sizes": {"values": ["[64, 64]", "[8, 8]"]},
     }
     small["begin_with"] = {"CartPole-v1": [{"gamma": 0.98}]}
     (tmp_path / "sweep.yaml").write_text(yaml.dump(small))

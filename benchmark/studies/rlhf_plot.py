@@ -8,17 +8,9 @@
 
 Answer (rlhf_plot.csv, the built-in task, three seeds each): yes. With the penalty the task score ends at 0.944
 to 0.959. Without it the reward is as high, and the task score ends at 0.000.
-
-How fast it trains a model of GPT-2's size is open. This makes random models of that size, without a download, and the
-second command trains them:
-
-    python benchmark/studies/rlhf_plot.py gpt2 FOLDER          # FOLDER/model, FOLDER/reward, FOLDER/prompts.txt
-    python variants/ppo_rlhf.py --model FOLDER/model --reward-model FOLDER/reward --prompts FOLDER/prompts.txt \\
-        --response-length 128 --batch-size 64 --num-minibatches 4 --total-episodes 640
 """
 
 import json
-import random
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -87,30 +79,8 @@ def draw():
     save_figure(figure, PICTURES / "rlhf.svg")
 
 
-def make_gpt2(folder):
-    """Language and reward model of GPT-2's (small) size with random weights, 50,257 words, prompts of 32 to 128."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    torch.manual_seed(0)
-    words = {f"w{number}": number for number in range(50_257)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    end = f"w{len(words) - 1}"
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
-    config = transformers.GPT2Config(num_labels=1)
-    for name in ("model", "reward"):
-        kind = transformers.GPT2LMHeadModel if name == "model" else transformers.GPT2ForSequenceClassification
-        kind(config).save_pretrained(Path(folder, name))
-        tokenizer.save_pretrained(Path(folder, name))
-    generator = random.Random(0)
-    prompts = [" ".join(generator.choices(list(words)[:-1], k=generator.randint(32, 128))) for _ in range(512)]
-    Path(folder, "prompts.txt").write_text("\n".join(prompts) + "\n")
-
-
 if __name__ == "__main__":
-    commands = {"collect": collect, "draw": draw, "gpt2": make_gpt2}
+    commands = {"collect": collect, "draw": draw}
     if sys.argv[1:2] and sys.argv[1] in commands:
         commands[sys.argv[1]](*sys.argv[2:])
     else:

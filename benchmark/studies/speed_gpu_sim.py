@@ -1,26 +1,22 @@
-"""Question: how many steps per second does variants/ppo_gpu_sim.py make, beside others?
+"""Question: how many steps per second does variants/ppo_gpu_sim.py make beside rsl_rl, without a simulator?
 
-    python benchmark/studies/speed_gpu_sim.py learner    # beside rsl_rl (pip install rsl-rl-lib), no simulator
-    python benchmark/studies/speed_gpu_sim.py brax       # beside Brax's own PPO in JAX, on brax/ant
-    python benchmark/studies/speed_gpu_sim.py learner --num-envs 256 --iterations 5     # a small size, for a CPU
+    python benchmark/studies/speed_gpu_sim.py      # needs rsl_rl: pip install rsl-rl-lib
+    python benchmark/studies/speed_gpu_sim.py --num-envs 256 --iterations 5     # a small size, for a CPU
 
 Answer (speed_gpu_sim.csv, the last command, three repeats): 12,680 on one CPU thread, 1.31 times rsl_rl's
-9,650. The other two need a GPU and have not been run.
+9,650. The first command needs a GPU and has not been run.
 
 Both sides have the same networks, batch, minibatches and epochs, and take turns. Their first iterations, in which
 things are compiled, are not timed. The script uses the GPU where there is one. Rows go to speed_gpu_sim.csv.
 """
 
 import dataclasses
-import os
 import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "variants"))
@@ -31,12 +27,11 @@ import torch
 import tyro
 from run_folder import installed_versions, machine, read_csv, write_rows
 
-FIELDS = ["case", "num_envs", "num_steps", "ours", "theirs", "ratio", "repeats", "threads", "versions", "hardware"]
+FIELDS = ["num_envs", "num_steps", "ours", "theirs", "ratio", "repeats", "threads", "versions", "hardware"]
 
 
 @dataclasses.dataclass
 class Args:
-    case: tyro.conf.Positional[Literal["learner", "brax"]]
     num_envs: int = 4096  # environments
     iterations: int = 20  # that are timed, after three that are not
     repeats: int = 3  # turns of each side; the median counts
@@ -109,66 +104,17 @@ def rsl_rl_without_simulator(args, _):
     return envs.steps_per_second()
 
 
-def ours_on_brax(args, runs_dir):
-    T, N = 80, args.num_envs
-    settings = ppo.GOOGLE | {"num_envs": N, "num_minibatches": 32, "env_id": "brax/ant"}
-    total = T * N * (args.iterations + 5)
-    original, times = ppo.BraxEnvs.step, []
-
-    def step(self, actions):
-        times.append(time.perf_counter())
-        return original(self, actions)
-
-    ppo.BraxEnvs.step = step
-    ppo.train(ppo.Args(**settings, total_timesteps=total, runs_dir=runs_dir, device=args.device))
-    ppo.BraxEnvs.step = original
-    starts = times[::T]
-    return T * N / statistics.median(b - a for a, b in pairwise(starts[3:]))
-
-
-def brax_on_brax(args, _):
-    import jax
-    from brax import envs
-    from brax.training.agents.ppo import networks, train
-
-    # Brax 0.14.2 calls what newer versions of JAX no longer have (google/brax#671).
-    jax.device_put_replicated = lambda tree, devices: jax.tree.map(lambda x: jax.numpy.stack([x] * len(devices)), tree)
-    found = []
-    layers = {"policy_hidden_layer_sizes": (64, 64), "value_hidden_layer_sizes": (64, 64)}
-    T, N = 80, args.num_envs
-    settings = {"unroll_length": 5, "num_minibatches": 32, "num_updates_per_batch": 4, "batch_size": N * T // 5 // 32}
-    settings |= {"discounting": 0.97, "learning_rate": 3e-4, "entropy_cost": 1e-2, "reward_scaling": 0.1}
-    train.train(
-        environment=envs.get_environment("ant", backend="spring"),
-        num_timesteps=T * N * (args.iterations + 1),
-        num_evals=3,
-        num_eval_envs=8,
-        episode_length=1000,
-        normalize_observations=True,
-        normalize_advantage=False,
-        network_factory=partial(networks.make_ppo_networks, **layers),
-        num_envs=N,
-        **settings,
-        progress_fn=lambda _, metrics: found.append(metrics.get("training/sps")),
-    )
-    return float(found[-1])  # of the second half: the first contains the compilation
-
-
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.device == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise Brax's own PPO would take the GPU
-    sides = {"learner": (ours_without_simulator, rsl_rl_without_simulator), "brax": (ours_on_brax, brax_on_brax)}[
-        args.case
-    ]
+    sides = ours_without_simulator, rsl_rl_without_simulator
     with tempfile.TemporaryDirectory() as runs_dir:
         turns = [[measure(args, runs_dir) for measure in sides] for _ in range(args.repeats)]
     ours, theirs = (statistics.median(side) for side in zip(*turns))
     ratio = statistics.median(a / b for a, b in turns)
-    print(f"{args.case}: {ours:,.0f} steps/s, theirs {theirs:,.0f}, ratio {ratio:.2f} (turns: {turns})")
-    row = {"case": args.case, "num_envs": args.num_envs, "num_steps": 24 if args.case == "learner" else 80}
+    print(f"{ours:,.0f} steps/s, theirs {theirs:,.0f}, ratio {ratio:.2f} (turns: {turns})")
+    row = {"num_envs": args.num_envs, "num_steps": 24}
     row |= {"ours": round(ours), "theirs": round(theirs), "ratio": round(ratio, 2), "repeats": args.repeats}
-    row |= {"threads": torch.get_num_threads(), "versions": installed_versions("torch", "jax", "brax", "rsl-rl-lib")}
+    row |= {"threads": torch.get_num_threads(), "versions": installed_versions("torch", "rsl-rl-lib")}
     row |= {"hardware": machine()["hardware"]}
     path = Path(__file__).with_suffix(".csv")
     write_rows(path, FIELDS, [*read_csv(path), row])
