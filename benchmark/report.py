@@ -233,9 +233,9 @@ def read_peers():
 
 
 def peer_cell(rows, unit):
-    """The mean of the last 100 training episodes and, in brackets, of the evaluations"""
+    """The mean of the last 100 training episodes and, in brackets, of the evaluations; then the number of seeds"""
     evaluation = statistics.fmean(float(row["evaluation"]) for row in rows)
-    return f"{number(mean_return(rows), unit)} ({number(evaluation, unit)})"
+    return f"{number(mean_return(rows), unit)} ({number(evaluation, unit)}; {len(rows)})"
 
 
 def files_of(name):
@@ -311,7 +311,7 @@ def suite_table(name):
             highest = float(published[env_id, "highest"]["mean_return"])
             scores.append((values - random[env_id]) / (highest - random[env_id]))
             names.append(task)
-    lines = table([*columns, *(f"{PEERS[peer]} (evaluated)" for peer in peers), *headers.values()], lines)
+    lines = table([*columns, *(f"{PEERS[peer]} (evaluated; seeds)" for peer in peers), *headers.values()], lines)
     if name == "mujoco" and scores:
         low, high = bootstrap_interval(scores, interquartile_mean)
         means = [score.mean() for score in scores]
@@ -383,7 +383,7 @@ def headline():
     zoo = read_peers()["sb3-ppo-zoo"]
     measured = any(env_id in zoo for env_id in suite)
     columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
-    columns += ["SB3, RL Zoo's settings (evaluated)"] * measured + ["CleanRL (published)", "highest PPO found"]
+    columns += ["SB3, RL Zoo's settings (evaluated; seeds)"] * measured + ["CleanRL (published)", "highest PPO found"]
     lines = []
     for env_id, rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
