@@ -308,7 +308,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's scalars to Python's
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
     check(args)
     T, N = args.num_steps, args.num_envs
     B, M = T * N, T * N // args.num_minibatches
@@ -478,7 +478,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    the mask of an info or, at an episode's end, its numbers: merging infos can cost more than the step itself."""
+    the mask of an info or, at an episode's end, its numbers: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -579,7 +579,7 @@ class Run:
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration is left to train
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())

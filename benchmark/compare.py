@@ -14,6 +14,7 @@ mean, its standard error, and the ratio of the two.
 """
 
 import csv
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -71,7 +72,8 @@ def main(before, after):
         if min(steps) < 0.95 * max(steps):
             print(f"  unlike runs: from {min(steps):,} to {max(steps):,} steps")
         if difference < -(variance**0.5):
-            falling.append(f"{key[1]} ({difference / (variance**0.5 or 1):.1f})")  # equal seeds have no variance
+            errors = difference / variance**0.5 if variance else -math.inf  # all seeds may be equal
+            falling.append(f"{key[1]} ({errors:.1f})")
         if key[1] in published:
             size = abs(float(published[key[1]]))
             gains.append(difference / size)

@@ -11,7 +11,7 @@
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
 others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands
 may work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the work,
-give each command its own --tasks or --first-seed.
+give each command its own --tasks, or --first-seed and --seeds.
 When a run fails the others go on; it is named at the end, and the exit status is 1.
 """
 

@@ -21,6 +21,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import shlex
 import signal
 import statistics
 import threading
@@ -224,7 +225,7 @@ def main():
     if not study.get_trials(states=(TrialState.COMPLETE,)):
         raise SystemExit(f"no trial has finished; the last lines of {runs_dir}/logs say why")
     best = study.best_trial
-    flags = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
+    flags = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
     print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
 
 

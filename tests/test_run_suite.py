@@ -178,3 +178,17 @@ def test_suites_without_runs_are_refused():
     for name in ("seeds", "first_seed", "jobs"):
         with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
             suites.make_jobs(suites.Args("classic", **{name: 0}))
+
+
+def test_seeds_are_those_that_are_asked_for():
+    jobs = suites.make_jobs(suites.Args("classic", seeds=2, first_seed=6, tasks=("CartPole-v1",)))
+    assert [job.seed for job in jobs] == [6, 7]
+
+
+def test_damaged_run(run_dir, tmp_path, main):
+    """It is named, and the others count. The exit status says so, too."""
+    path = run_dir / "args.json"
+    path.write_text(path.read_text()[:100])
+    done = main(suites, *words_of(tmp_path, "--seeds=2"))
+    assert done.returncode == 1 and "1 of 2 runs have finished" in done.stdout
+    assert f"failed: ppo_discrete CartPole-v1 seed 1: {path} is damaged" in done.stderr

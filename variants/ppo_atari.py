@@ -278,7 +278,7 @@ def train(args=None, resume=None):
     if resume:
         resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
-    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # numpy's scalars to Python's
+    vars(args).update({k: v.item() for k, v in vars(args).items() if hasattr(v, "item")})  # no numpy in checkpoints
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
@@ -484,7 +484,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    the mask of an info or, at an episode's end, its numbers: merging infos can cost more than the step itself."""
+    the mask of an info or, at an episode's end, its numbers: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -600,7 +600,7 @@ class Run:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
             return
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration is left to train
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())

@@ -746,7 +746,7 @@ class Run:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
             return
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration is left to train
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
