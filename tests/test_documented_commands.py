@@ -17,7 +17,7 @@ from conftest import ROOT, SCRIPTS, SMALL, flags_of
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/README.md", "ppo_*.py", "variants/*.py"]
 PAGES = [path for pattern in [*PAGES, "benchmark/*.py", "recipes/*.py"] for path in sorted(ROOT.glob(pattern))]
 PROGRAM = r"(?:python|git|cp|diff|patch)"
-# What needs an account, minutes or another package has tests elsewhere: test_wandb.py, test_video.py, test_suites.py, ...
+# What needs an account, minutes or a package: test_wandb.py, test_video.py, test_suites.py and others test these.
 ELSEWHERE = r"--track|--capture-video|LunarLander|(minigrid|minatar|envpool|process)_envs|popgym|brax/"
 
 # Flags of a small run. They come before the words of the command, whose own numbers count.
