@@ -20,7 +20,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
---recompute-advantages and --clip-vloss. --preset cleanrl turns 2 and 3 off, and --norm-adv and --clip-vloss on.
+--recompute-advantages and --clip-vloss. --preset cleanrl turns 2, 3 and 6 off, and --norm-adv and --clip-vloss on.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
@@ -89,16 +89,16 @@ class Args:  # the comments are what --help prints
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
-    ent_coef: float = 0.0  # weight of the entropy bonus
+    ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
-    target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
+    target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
 # Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=4, learning_rate=2.5e-4, num_minibatches=4, update_epochs=4, norm_obs=False, norm_reward=False,
-    norm_adv=True, clip_vloss=True, ent_coef=0.01,
+    norm_adv=True, clip_vloss=True, ent_coef=0.01, target_kl=None,
 )}  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def discrete_case(envs, cleanrl):
         contestants["rejax"] = (rejax("CartPole-v1", envs, **settings), 131072, 4325376)
     if cleanrl:
         contestants["CleanRL"] = (from_checkout(cleanrl, "cleanrl/ppo.py", **flags), 8192, long)
-    mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False, norm_adv=True)
+    mine = ours("ppo_discrete", **flags, norm_obs=False, norm_reward=False, norm_adv=True, target_kl=None)
     return contestants | {
         "ppo_discrete": (mine, 16384, 278528 if envs < 64 else 802816),
         "simulator": (simulator("CartPole-v1", envs), 8192, 278528 if envs < 64 else 802816),

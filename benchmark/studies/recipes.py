@@ -40,7 +40,7 @@ CASES["clip_only_value_loss"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --cl
 CASES["sb3_clip_ranges"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--clip-range-vf 0.2 --anneal-clip")
 CASES["symmetry_loss"] = ("ppo_continuous", "--env-id Walker2d-v5", "")
 SPARSE = "--env-id benchmark.sparse_envs:DeepSea20-v0 --total-timesteps 100000 --no-norm-reward --norm-adv"
-SPARSE += " --update-epochs 4"
+SPARSE += " --update-epochs 4 --ent-coef 0 --target-kl None"
 CASES["rnd"] = ("ppo_discrete", SPARSE, "")
 
 
