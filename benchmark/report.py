@@ -224,10 +224,10 @@ def read_published():
 
 
 def read_peers():
-    """{exp_name: {env_id: rows}} of the runs of peers.py"""
+    """{exp_name: {env_id: rows}} of the runs of peers.py, where it has made three seeds or more"""
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
-        if name in PEERS:  # no table has a column for TRPO with its defaults
+        if name in PEERS and len(rows) >= 3:  # no table has a column for TRPO with its defaults
             peers[name][env_id] = rows
     return peers
 
