@@ -499,11 +499,12 @@ def draw_suite(name):
                 runs.append((row, np.linspace(0, int(steps) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
     label_curves([row for row, *_ in runs], [f"{row['script']}.py" for row, *_ in runs])
     tasks = {row["env_id"] for row, *_ in runs}
-    for row in read_csv(RESULTS / "peers.csv"):
-        if row["env_id"] in tasks and row["exp_name"] in PEERS and name in ("mujoco", "breadth"):
+    peers = read_peers() if name in ("mujoco", "breadth") else {}
+    for peer, found in peers.items():
+        for row in (row for env_id, rows in found.items() if env_id in tasks for row in rows):
             means = np.array(row["curve"].split(), float)
             steps = np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :]
-            runs.append((row | {"label": PEERS[row["exp_name"]]}, steps, means))
+            runs.append((row | {"label": PEERS[peer]}, steps, means))
     if runs:
         draw_curves(runs, PICTURES / f"{name}.svg")
 
