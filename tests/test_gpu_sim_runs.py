@@ -195,7 +195,8 @@ def test_two_ranks(tmp_path, monkeypatch):
 
 def test_interrupt_and_resume_latest(tmp_path, main):
     """Ctrl-C costs what came after the last checkpoint; --resume latest goes on from there."""
-    sizes = {"total_timesteps": 10**8, "hidden_sizes": 16}
+    # Long iterations: a signal that meets TensorBoard's queue can keep its thread waiting for two minutes.
+    sizes = {"total_timesteps": 10**8, "hidden_sizes": 16, "num_steps": 1000}
     flags = flags_of(**SMALL | sizes, runs_dir=tmp_path / "runs")
     command = [sys.executable, ROOT / "variants" / "ppo_gpu_sim.py", *flags, "--checkpoint-interval=0"]
     # A shell may have started the tests in the background, where Ctrl-C is ignored; children inherit that.
@@ -209,12 +210,12 @@ def test_interrupt_and_resume_latest(tmp_path, main):
     assert process.wait(60) == 130
     (run_dir,) = (tmp_path / "runs").iterdir()
     saved = script.load_checkpoint(run_dir)["global_step"]
-    assert 0 < saved < 10**8 and saved % 160 == 0
+    assert 0 < saved < 10**8 and saved % 16_000 == 0
     words = "--resume=latest", "--runs-dir", tmp_path / "runs", "--env-id", SMALL["env_id"]
-    finished = main(script, *words, f"--total-timesteps={saved + 320}")
+    finished = main(script, *words, f"--total-timesteps={saved + 32_000}")
     assert finished.returncode == 0, finished.stderr
     assert f"python {os.path.relpath(script.__file__)} --evaluate {run_dir}" in finished.stdout
-    assert script.load_checkpoint(run_dir)["global_step"] == saved + 320
+    assert script.load_checkpoint(run_dir)["global_step"] == saved + 32_000
 
 
 def test_command_line(tmp_path, main):

@@ -213,6 +213,8 @@ def test_end_of_a_run(script, tmp_path, end):
     """Nothing hangs, no process is left, and only an error of the user's concern is printed."""
     env_id = f"benchmark.process_envs:{probe(script)}"
     args = LONG | {"total_timesteps": 10**8, "env_kwargs": '{"num_workers": 3}'}
+    # Few checkpoints: a signal that meets TensorBoard's queue can keep its thread waiting for two minutes.
+    args["checkpoint_interval"] = 0.5
     process = start(script.__name__, tmp_path, env_id=env_id, **args)
     wait_for(lambda: checkpointed_step(script, tmp_path) >= 64 * 3, process)
     pids = workers(process.pid)
