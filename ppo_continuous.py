@@ -547,7 +547,10 @@ def stagger(envs, args):
     """--stagger-envs: bring the time limits of first episodes forward by different amounts. Otherwise all would end
     together, and a batch would cover one phase. -> bool (N,): which environments' first episode is shortened"""
     elapsed_steps = np.zeros(args.num_envs, dtype=int)
-    if args.stagger_envs and envs.spec.max_episode_steps and hasattr(envs, "set_attr"):
+    if args.stagger_envs and not envs.spec.max_episode_steps:
+        hint = """if its episodes end after 1,000 steps, add --env-kwargs '{"max_episode_steps": 1000}'"""
+        print(f"{args.env_id} has no registered time limit, so --stagger-envs does nothing; {hint}")
+    elif args.stagger_envs and hasattr(envs, "set_attr"):
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # the counter in TimeLimit, which reset sets to 0
     return elapsed_steps > 0

@@ -18,7 +18,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/README.md", "ppo_
 PAGES = [path for pattern in [*PAGES, "benchmark/*.py", "recipes/*.py"] for path in sorted(ROOT.glob(pattern))]
 PROGRAM = r"(?:python|git|cp|diff|patch)"
 # What needs an account, minutes or a package: test_wandb.py, test_video.py, test_suites.py and others test these.
-ELSEWHERE = r"--track|--capture-video|LunarLander|(minigrid|minatar|envpool|process)_envs|popgym|brax/"
+ELSEWHERE = r"--track|--capture-video|LunarLander|(minigrid|minatar|envpool|process)_envs|popgym|shimmy|brax/"
 
 # Flags of a small run. They come before the words of the command, whose own numbers count.
 BUDGETS = dict.fromkeys(SCRIPTS, flags_of(**SMALL | {"num_steps": 4, "update_epochs": 1}))

@@ -20,6 +20,7 @@ class Limited(gym.Env):
 
 
 gym.register("box/Limited-v0", Limited, max_episode_steps=40)
+gym.register("box/Unlimited-v0", Limited)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
@@ -33,3 +34,14 @@ def test_stagger_envs(script, small_args):
         table = rows(run_dir)[1:]
         assert [int(row[0]) for row in table] == [4 * end for end in ends]
         assert {(row[1], row[2]) for row in table} == {("40", "40")}
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous"], indirect=True)
+def test_a_time_limit_that_is_not_registered(script, small_args, capsys):
+    """A line says how to name it."""
+    args = {"env_id": "box/Unlimited-v0", "stagger_envs": True, "num_envs": 4, "num_steps": 15, "total_timesteps": 360}
+    script.train(small_args(**args))
+    assert """add --env-kwargs '{"max_episode_steps": 1000}'""" in capsys.readouterr().out
+    _, run_dir = script.train(small_args(**args, env_kwargs='{"max_episode_steps": 40}'))
+    assert [int(row[0]) for row in rows(run_dir)[1:]] == [4 * end for end in (40, 50, 60, 70, 80, 90)]
+    assert "--env-kwargs" not in capsys.readouterr().out
