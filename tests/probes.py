@@ -73,7 +73,7 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """At its 300th step it returns NaN or infinity, in the reward, or an observation of another shape; or it raises, is
+    """At its 300th step it returns NaN in the reward, or an observation of another shape; or it raises, is
     interrupted, or never returns. "slow" only has a slow first step."""
 
     def __init__(self, discrete, where="reward"):
@@ -85,8 +85,6 @@ class Broken(Target):
         self.steps += 1
         if self.steps == 300 and self.where == "reward":
             reward = np.nan
-        if self.steps == 300 and self.where == "infinity":
-            reward = -np.inf
         if self.steps == 300 and self.where == "shape":
             obs, terminated = np.zeros(3, np.float32), False
         if self.steps == 300 and self.where == "raise":
@@ -220,7 +218,7 @@ register("Chain", Chain)
 register("AlignedChain", Chain, lengths=(8,))
 register("Target", Target)
 register("NanReward", Broken)
-for where in ("infinity", "shape", "raise", "interrupt", "slow"):
+for where in ("shape", "raise", "interrupt", "slow"):
     register(where.title(), Broken, where=where)
 for environment in (Shaped, Integers, OtherTypes, Whole, OneArray):
     register(environment.__name__, environment)

@@ -5,10 +5,9 @@ import json
 
 import gymnasium as gym
 import numpy as np
-import probes
 import pytest
 import torch
-from conftest import ONE, probe, scalars
+from conftest import probe, scalars
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -71,19 +70,6 @@ def test_zero_advantage_probe(script, small_args, end):
     assert not any(value_losses_on_the_chain(script, args))
 
 
-@ONE
-def test_zero_advantage_probe_of_an_environments_own_vector(script, small_args):
-    """Through `vector_entry_point`. The environment could not be made in any other way."""
-    same_step = gym.vector.AutoresetMode.SAME_STEP
-
-    def make_chains(num_envs, autoreset_mode):
-        assert autoreset_mode == same_step
-        return gym.make_vec("box/Chain-v0", num_envs, "sync", vector_kwargs={"autoreset_mode": same_step})
-
-    gym.register("native/Chain-v0", vector_entry_point=make_chains)
-    assert not any(value_losses_on_the_chain(script, small_args(env_id="native/Chain-v0", **CHAIN)))
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_recomputed_advantages_are_those_of_the_current_critic(script, small_args, minibatches, recompute):
     """With one minibatch an epoch, the critic that gave the advantages is the one that learns: its value loss is half
@@ -97,32 +83,3 @@ def test_recomputed_advantages_are_those_of_the_current_critic(script, small_arg
     for loss, expected_loss, epoch_values in zip(losses[1:], expected[1:], values[1:]):
         assert (loss == pytest.approx(expected_loss, rel=1e-5)) == recompute
         assert torch.equal(epoch_values, values[0]) != recompute
-
-
-class BothEnds(gym.Env):
-    """Every third step terminates and truncates at once; nothing is observed there."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-    def __init__(self, discrete):
-        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        end = self.steps == 3
-        return np.full(2, np.nan if end else self.steps, np.float32), 1.0, end, end, {}
-
-
-probes.register("BothEnds", BothEnds)
-
-
-def test_both_flags_at_once(script, small_args):
-    """The episode has terminated: its last observation does not matter, not even NaN."""
-    _, run_dir = script.train(small_args(env_id=probe(script, "BothEnds"), recompute_advantages=True))
-    state = script.load_checkpoint(run_dir)["agent"]
-    assert all(tensor.isfinite().all() for name, tensor in state.items() if not name.startswith("action_"))

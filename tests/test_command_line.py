@@ -48,35 +48,8 @@ def test_text_arrives_as_it_was_given(script, text):
         assert (args.exp_name, args.seed, args.track) == (text, 10, False)
 
 
-def test_json_over_several_lines(script, main, tmp_path):
-    """It passes through the whole command line, beside the words that only `main` takes."""
-    text = '{\n  "render_mode": null\n}'
-    flags = ["--preset", "cleanrl", "--env-kwargs", text, "--exp-name", "true", "--runs-dir", tmp_path]
-    small = {"num_envs": 1, "num_steps": 64, "total_timesteps": 64, "compile": False, "num_minibatches": 1}
-    finished = main(script, *flags, *flags_of(env_id=known_env(script), **small))
-    assert finished.returncode == 0, finished.stderr
-    (run_dir,) = tmp_path.iterdir()
-    args = script.load_args(run_dir)
-    assert (args.env_kwargs, args.exp_name, args.clip_vloss) == (text, "true", True)
-
-
 def known_env(script):
     return "Pendulum-v1" if script.__name__ == "ppo_continuous" else "CartPole-v1"
-
-
-def test_a_sweep_command_line(script):
-    """As `wandb sweep` builds it: every value as --name=value, switches as True and False, None spelled out."""
-    line = "--track=True --norm_adv=False --env_id=Swimmer-v4 --learning_rate=0.00031 --target_kl=None"
-    args = script.parse_args([*line.split(), "--num_envs=16.0", "--hidden_sizes=[32, 32]"])
-    assert (args.track, args.norm_adv, args.env_id, args.target_kl) == (True, False, "Swimmer-v4", None)
-    assert (args.learning_rate, args.num_envs, args.hidden_sizes) == (0.00031, 16, (32, 32))
-
-
-def test_defaults_and_overrides(script):
-    saved = script.Args(gamma=0.9, num_envs=3, anneal_lr=False)
-    args = script.parse_args(["--num-envs", "5"], default=saved)
-    assert (args.gamma, args.num_envs, args.anneal_lr) == (0.9, 5, False)
-    assert script.parse_args([]) == script.Args()
 
 
 def test_preset(script, main, tmp_path):
@@ -96,7 +69,6 @@ BAD = {
     "fraction of an environment": ({"num_envs": "4.5"}, None),
     "no such flag": ({"no_such_flag": 1}, None),
     "abbreviation": ({"num_env": 4}, None),
-    "no such preset": ({"preset": "nobody"}, None),
     "indivisible batch": ({"num_minibatches": 7}, "must divide num_envs * num_steps = 64: choose one of [1, 2, 4, 8,"),
     "too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64"),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
@@ -156,13 +128,6 @@ def test_numbers_that_fit_do_fit(script, main, tmp_path):
     assert len(numbers) > 1 and "5" not in numbers
     for number in (numbers[0], numbers[-1]):
         assert main(script, *flags, f"--num-minibatches={number}").returncode == 0
-
-
-def test_bad_input_of_train(script, tmp_path):
-    """A notebook gets a ValueError with the line."""
-    args = script.Args(runs_dir=str(tmp_path), env_id=probe(script), **SMALL | {"num_minibatches": 9})
-    with pytest.raises(ValueError, match=r"^--num-minibatches must divide "):
-        script.train(args)
 
 
 @ONE

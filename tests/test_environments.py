@@ -223,15 +223,7 @@ for kind in ("box", "discrete"):
     gym.register(f"{kind}/Reusing-v0", vector_entry_point=Native, kwargs={"member": f"{kind}/Chain-v0"})
 
 
-gym.register("native/SameStep-v0", vector_entry_point=Native)
 gym.register("native/Shaped-v0", vector_entry_point=Native, kwargs={"member": "box/Shaped-v0"})
-
-
-@ONE
-def test_environment_with_a_vector_of_its_own(script, small_args):
-    """One without set_attr trains, not staggered."""
-    _, run_dir = script.train(small_args(env_id="native/SameStep-v0", stagger_envs=True))
-    assert len(rows(run_dir)) > 40
 
 
 @ONE

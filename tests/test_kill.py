@@ -5,11 +5,9 @@ import os
 import shlex
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import (
     LONG,
     ONE,
@@ -102,23 +100,4 @@ def test_ctrl_c_prints_the_command_that_continues(script, tmp_path, main):
     command = shlex.split(stopped.stdout.splitlines()[-1].partition("to resume: ")[2])
     assert command[:4] == ["python", os.path.relpath(script.__file__), "--resume", str(run_dir)]
     assert main(script, *command[2:]).returncode == 0
-    assert script.load_checkpoint(run_dir)["global_step"] == 32 * 30
-
-
-@ONE
-def test_a_notebook_that_is_interrupted_goes_on(script, small_args):
-    """In the same process: the threads are what they were, and the run continues from its last checkpoint."""
-    sizes = {"num_envs": 2, "num_minibatches": 2, "total_timesteps": 32 * 30, "checkpoint_interval": 0}
-    args = small_args(env_id=probe(script, "Interrupt"), **sizes)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            script.train(args)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-    (run_dir,) = Path(args.runs_dir).iterdir()
-    assert script.load_checkpoint(run_dir)["global_step"] == 32 * 18
-    script.train(script.load_args(run_dir), resume=run_dir)
     assert script.load_checkpoint(run_dir)["global_step"] == 32 * 30

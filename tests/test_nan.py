@@ -3,27 +3,10 @@ checkpoint stays."""
 
 from pathlib import Path
 
-import gymnasium as gym
 import numpy as np
 import probes
 import pytest
-from conftest import assert_one_line, flags_of, probe
-
-
-class NanReset(probes.Target):
-    """Observes NaN: at its 10th reset, or at its first one."""
-
-    def __init__(self, discrete, number):
-        super().__init__(discrete)
-        self.number = number
-
-    def reset(self, *, seed=None, options=None):
-        obs, info = super().reset(seed=seed)
-        self.number -= 1
-        return obs * np.nan if self.number == 0 else obs, info
-
-    def step(self, action):  # not the one above, which refuses NaN
-        return self.target.copy(), 0.0, True, False, {}
+from conftest import ONE, assert_one_line, flags_of, probe
 
 
 class NanEnd(probes.Chain):
@@ -48,44 +31,29 @@ class NanLater(probes.Target):
         return self.target * np.nan if is_nan else self.target.copy(), 0.0, not is_nan, False, {}
 
 
-class Huge(probes.Target):
-    """From the 300th step on, its rewards or its observations are this many times as large."""
+class HugeRewards(probes.Target):
+    """From the 300th step on, its rewards are 1e19 times as large."""
 
-    def __init__(self, discrete, reward=1.0, obs=1.0):
-        super().__init__(discrete)
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
-        self.reward, self.obs, self.steps = reward, obs, 0
-
-    def reset(self, *, seed=None, options=None):
-        obs, info = super().reset(seed=seed)
-        return obs.astype(float) * (self.obs if self.steps >= 300 else 1), info
+    steps = 0
 
     def step(self, action):
         self.steps += 1
         obs, reward, *rest = super().step(action)
-        return obs.astype(float), (reward - 1) * (self.reward if self.steps >= 300 else 1), *rest
+        return obs, (reward - 1) * (1e19 if self.steps >= 300 else 1), *rest
 
 
-probes.register("HugeRewards", Huge, reward=1e19)
-probes.register("HugeObs", Huge, obs=1e200)
+probes.register("HugeRewards", HugeRewards)
 probes.register("NanLater", NanLater)
 probes.register("NanLast", NanLater, number=304)  # the last of 19 rollouts
-probes.register("NanFirst", NanReset, number=1)
-probes.register("NanReset", NanReset, number=10)
 probes.register("NanEnd", NanEnd, lengths=(5,))
 
 
-SOURCES = {"NanFirst": "observations", "NanReset": "observations", "NanEnd": "weights"}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_no_checkpoint_of_nan(script, small_args, main, name):
-    """In the first iteration. The line says where it came from."""
-    args = small_args(env_id=probe(script, name), norm_obs=False)
-    assert_one_line(
-        main(script, *flags_of(**vars(args) | {"hidden_sizes": "[64, 64]"})),
-        f"NaN or a number above 1e15 in the {SOURCES[name]}: ",
-    )
+@ONE
+def test_no_checkpoint_of_nan(script, small_args, main):
+    """In the first iteration: nothing is saved."""
+    args = small_args(env_id=probe(script, "NanEnd"), norm_obs=False)
+    line = main(script, *flags_of(**vars(args) | {"hidden_sizes": "[64, 64]"}))
+    assert_one_line(line, "NaN or a number above 1e15 in the weights: ")
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
@@ -95,8 +63,6 @@ def test_no_checkpoint_of_nan(script, small_args, main, name):
         ("NanLater", "observations", {}),
         ("NanLast", "weights", {}),
         ("NanReward", "rewards", {}),
-        ("Infinity", "rewards", {}),
-        ("HugeObs", "observations", {}),
         ("HugeRewards", "rewards", {"norm_reward": False}),
     ],
 )

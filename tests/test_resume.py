@@ -1,7 +1,6 @@
 """--resume: the run goes on as if nothing had been, with its arguments or others."""
 
 import dataclasses
-import errno
 import importlib
 import json
 import shutil
@@ -60,27 +59,6 @@ def test_resume_without_further_steps(script, run_dir, capsys):
     assert same_dir == run_dir and list(run_dir.parent.iterdir()) == [run_dir]
     torch.testing.assert_close(agent.state_dict(), script.load_checkpoint(run_dir)["agent"], atol=0, rtol=0)
     assert before == {name: (run_dir / name).read_bytes() for name in before}
-
-
-LONGER = {"ppo_continuous": "Pendulum-v1", "ppo_discrete": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
-
-
-def test_resumed_twice_is_the_same_run_twice(script, small_args, main):
-    """From copies of one folder, cut in the middle of episodes, by the command line and from Python: the same weights,
-    optimizer, arguments, rows and logs."""
-    half = {"env_id": LONGER[script.__name__], "total_timesteps": 64 * 3, "gamma": 0.9}
-    if script.__name__ == "ppo_continuous":
-        half["stagger_envs"] = False
-    _, run_dir = script.train(small_args(**half))
-    copy = shutil.copytree(run_dir, run_dir.parent / "copy")
-    assert main(script, "--resume", run_dir, f"--total-timesteps={64 * 16}").returncode == 0
-    script.train(dataclasses.replace(script.load_args(copy), total_timesteps=64 * 16), resume=str(copy))
-    one, two = (script.load_checkpoint(folder) for folder in (run_dir, copy))
-    assert_same_learner(one, two)
-    assert one["args"] == two["args"] == vars(small_args(**half)) | {"total_timesteps": 64 * 16}
-    assert len(rows(run_dir)) > 4 and [row[:3] for row in rows(run_dir)] == [row[:3] for row in rows(copy)]
-    one, two = scalars(run_dir), scalars(copy)
-    assert one.keys() == two.keys() and all(one[key] == two[key] for key in one.keys() - {"charts/SPS"})
 
 
 @pytest.mark.parametrize("flag, rest", [("--num-envs=2", 8), ("--num-steps=32", 2), ("--update-epochs=1", 4)])
@@ -272,25 +250,3 @@ def test_a_run_holds_its_lock(script, small_args, tmp_path):
             pass
         script.train(resume=run_dir)  # while the traceback is still there, as in a notebook
     assert failed.value.__traceback__ is not None
-
-
-@ONE
-def test_a_run_that_could_not_begin_does_not_hold_its_folder(script, run_dir, monkeypatch):
-    """Nor does the error that a notebook keeps: another process can resume the run."""
-    monkeypatch.setattr("wandb.init", lambda **_: 1 / 0)
-    with pytest.raises(ZeroDivisionError) as failed:
-        script.train(dataclasses.replace(script.load_args(run_dir), track=True), run_dir)
-    with FileLock(run_dir / "lock", timeout=0):
-        assert failed.value.__traceback__ is not None
-
-
-@ONE
-def test_file_system_without_locks(script, small_args, monkeypatch):
-    """As NFS without its lock service. The line says what to type."""
-
-    def acquire(*_, **__):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(FileLock, "acquire", acquire)
-    with pytest.raises(script.UsageError, match="No locks available: for a new run, choose another --runs-dir"):
-        script.train(small_args())
