@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOX, DISCRETE, RNN, ROOT, rows, scalars
+from conftest import BOX, DISCRETE, ROOT
 
 
 @BOX
@@ -136,42 +136,3 @@ def test_multibinary_actions(script, small_args):
     sizes = {"num_envs": 16, "num_steps": 16, "update_epochs": 8, "total_timesteps": 256 * 6}
     _, run_dir = script.train(small_args(env_id="Switches-v0", learning_rate=1e-2, anneal_lr=False, **sizes))
     assert script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 50).mean() > 2.2
-
-
-class Tell(gym.Env):
-    """One step per episode, whose return says which action was taken: the number of the pair (i, j), 2 i + j."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gym.spaces.MultiDiscrete([3, 2])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.ones(2, np.float32), {}
-
-    def step(self, action):
-        return np.ones(2, np.float32), float(2 * action[0] + action[1]), True, False, {}
-
-
-gym.register("memory/Tell-v0", Tell)
-
-
-@RNN
-def test_actions_of_a_run_are_drawn_from_its_policy(script, small_args):
-    """A checkpoint whose policy is known, resumed with learning rate 0: episodes.csv has the actions at their
-    probabilities, with a deviation of 0.008, and the update finds the probabilities that acting has stored."""
-    sizes = {"env_id": "memory/Tell-v0", "num_envs": 32, "num_steps": 32, "update_epochs": 1}
-    _, run_dir = script.train(small_args(total_timesteps=1024, **sizes))
-    checkpoint = torch.load(run_dir / "checkpoint.pt")
-    last_layer = checkpoint["agent"]["actor.4.weight"], checkpoint["agent"]["actor.4.bias"]
-    first, second = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.9, 0.1])
-    last_layer[0].zero_()
-    last_layer[1].copy_(torch.cat([first, second]).log())
-    torch.save(checkpoint, run_dir / "checkpoint.pt")
-    script.train(small_args(total_timesteps=5120, learning_rate=0.0, **sizes), run_dir)
-    actions = torch.tensor([int(row[1]) for row in rows(run_dir)[1:] if int(row[0]) > 1024])
-    assert len(actions) == 4096
-    frequencies = actions.bincount(minlength=6) / len(actions)
-    torch.testing.assert_close(frequencies, (first.unsqueeze(1) * second).flatten(), atol=0.035, rtol=0)
-    logged = scalars(run_dir)
-    for name in ("losses/approx_kl", "losses/clipfrac"):
-        assert all(value < 1e-9 for step, value in logged[name] if step > 1024)
