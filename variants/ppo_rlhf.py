@@ -19,7 +19,7 @@ copy of the reward model (--reward: of the reference). These two learn. An answe
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer also
-   gets the clipped score, EOS or not. DeepSpeed-Chat puts the score one token later if an answer ends early.
+   gets the clipped score, EOS or not. DeepSpeed-Chat: one token later if an answer ends early and EOS is not padding.
 2. An answer ends at its first end token. Padding is masked, so it may be the end token (GPT-2).
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
@@ -29,8 +29,8 @@ Where implementations differ, this one does as follows (docs/rlhf.md has more):
 7. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16.
 
 Shapes, in each process: B = answers of an iteration, M = answers of a minibatch, S = answers of a micro-batch,
-P = longest prompt, R = longest answer, L = P + R, V = vocabulary, (tokens,) = trained tokens of a micro-batch. Prompts
-are padded on the left, answers on the right. So all answers begin in column P.
+P = longest prompt, R = longest sampled answer, L = P + R, V = vocabulary, (tokens,) = trained tokens of a micro-batch.
+Prompts are padded on the left, answers on the right. So all answers begin in column P.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Args:  # the comments are what --help prints
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
-    micro_batch_size: int | None = None  # answers per forward or backward pass, but for generation. None: the minibatch
+    micro_batch_size: int | None = None  # answers per forward or backward pass, but not in sampling. None: minibatch
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
@@ -213,7 +213,7 @@ def answer_advantages(rewards, values, mask, gamma, gae_lambda):
     ends the episode, EOS or not: the score is for the text within the limit, and nothing follows it."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
-    never = torch.zeros_like(mask)  # no ends are passed: the zeros after the last token stop the sum
+    never = torch.zeros_like(mask)  # no ends: rewards and values after the last token are 0, which stops the sum
     steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
     advantages, returns = compute_gae(*steps, gamma, gae_lambda)
     return advantages.T, returns.T
