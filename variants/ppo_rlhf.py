@@ -94,7 +94,7 @@ class Args:  # the comments are what --help prints
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
-    micro_batch_size: int | None = None  # answers per forward or backward pass, but not in sampling. None: minibatch
+    micro_batch_size: int | None = None  # answers per forward or backward pass, except in sampling. None: a minibatch
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
