@@ -416,8 +416,8 @@ def headline():
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: the number of tasks on which our mean reaches the score of the column, and of tasks that have "
-        "such a score. Some published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo: the number of tasks on which our mean reaches the score of the column, and of tasks that "
+        "have one. Some published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
