@@ -5,19 +5,20 @@
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
-    python benchmark/speed.py atari-8 --scale 0.125 --repeats 1    # a try on a CPU, which is not kept
+    python benchmark/speed.py atari-cpu --cleanrl PATH             # on a CPU
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
     python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
 
 SBX and rejax take part where they are installed. rejax needs no gymnasium: its CartPole is gymnax's, compiled with the
 algorithm into one program. python -m pip install sbx-rl rejax "gymnax<0.1"
 
-CleanRL and LeanRL want older packages for HalfCheetah, so PATH/.venv has to be a virtual environment for them (LeanRL,
-760837e, fails with a newer tensordict). Atari needs none, see leanrl_atari.py. LeanRL is compiled, with CUDA graphs
-where there is a GPU:
+CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
+with a newer tensordict). LeanRL's Atari needs none, see leanrl_atari.py. LeanRL is compiled, with CUDA graphs where
+there is a GPU:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
+    .venv/bin/pip install ale-py==0.10.2 opencv-python-headless                                       # CleanRL's Atari
     .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
 
 Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
@@ -46,7 +47,8 @@ from run_folder import ROOT, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["repeats", "single_runs", "versions"]
-PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax", "rejax", "envpool")
+PACKAGES = ("torch", "gymnasium", "mujoco", "ale-py", "stable-baselines3", "sb3-contrib", "sbx-rl")
+PACKAGES += ("jax", "rejax", "envpool")
 
 SB3 = """
 import sys; sys.path.insert(0, {root!r})
@@ -60,6 +62,21 @@ envs = make_vec_env(lambda: gymnasium.make({env_id!r}), {envs})
 if {normalize}:
     envs = VecNormalize(envs)
 {algorithm}({policy!r}, envs, device="cpu", **{settings}).learn({steps})
+"""
+SB3_ATARI = """
+import ale_py, torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecFrameStack
+torch.set_num_threads(1)
+envs = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", {envs}), 4)
+PPO("CnnPolicy", envs, device="cpu", **{settings}).learn({steps})
+"""
+CLEANRL_ATARI = """
+import runpy, sys
+import ale_py  # registers the games
+sys.path.insert(0, {checkout!r})
+runpy.run_path({checkout!r} + "/cleanrl/ppo_atari.py", run_name="__main__")
 """
 REJAX = """
 import jax, rejax
@@ -155,6 +172,26 @@ def atari_case(envs, leanrl):
     return contestants | {"ppo_atari": (ours("ppo_atari", **flags), *steps), "simulator": (alone, *steps)}
 
 
+def atari_cpu_case(cleanrl):
+    """Breakout with CleanRL's settings, 8 x 128, on a CPU, where LeanRL's compiled script fails (torch 2.14)."""
+    settings = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
+    settings |= {"clip_range": 0.1, "clip_range_vf": 0.1}
+    flags = {"env_id": "ALE/Breakout-v5", "clip_vloss": True, "device": "cpu"}
+
+    def sb3_atari(steps):
+        return [sys.executable, "-c", SB3_ATARI.format(envs=8, settings=settings, steps=steps)]
+
+    def cleanrl_atari(steps):
+        program = [str(cleanrl / ".venv" / "bin" / "python"), "-c", CLEANRL_ATARI.format(checkout=str(cleanrl))]
+        return [*program, "--no-cuda", "--env-id=BreakoutNoFrameskip-v4", f"--total-timesteps={steps}"]
+
+    steps = (1024, 13312)
+    contestants = {"SB3": (sb3_atari, *steps)}
+    contestants |= {"CleanRL": (cleanrl_atari, *steps)} if cleanrl else {}
+    contestants["ppo_atari"] = (ours("ppo_atari", **flags), *steps)
+    return contestants | {"simulator": (simulator("ALE/Breakout-v5", 8, ATARI_SIMULATOR), 1024, 132096)}
+
+
 def rnn_case(shared):
     """4 x 128 steps, LSTM of 128, 4 minibatches of 128 steps, 4 epochs. Ours is shared by actor and critic;
     nothing is normalised but advantages."""
@@ -230,6 +267,7 @@ def make_cases(cleanrl=None, leanrl=None):
     return {
         "atari-8": atari_case(8, leanrl),
         "atari-128": atari_case(128, leanrl),
+        "atari-cpu": atari_cpu_case(cleanrl),
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
         "continuous-8-envpool": continuous_case(8, 256, cleanrl, task="benchmark.envpool_envs:EnvPool/HalfCheetah-v4"),
