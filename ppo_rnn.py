@@ -21,7 +21,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
    actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Actor and critic share the memory. Its state carries over between rollouts, and is zero when an episode starts. The
-   critic values the final observation of a truncated episode with the last state of that episode.
+   critic values the final observation of a truncated episode with the state after its last step.
 8. A minibatch contains all T steps of n environments. The update replays them in order, from the state stored at the
    rollout's start. The gradient stops at the start of the episode or of the rollout.
 The paper (Schulman et al. 2017) has none of these items. It also lacks normalized and recomputed advantages, gradient
@@ -156,8 +156,11 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is a row of S numbers: the hidden state (GRU, S = H), or hidden and
-    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts. To replace it, write a class
-    with state_size, step and replay."""
+    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts.
+
+    To replace it, write a class with state_size, step and replay. step must return a new state. replay may be a loop:
+        for t in range(len(obs)):
+            features[t], state = self.step(obs[t], state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0))"""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -173,7 +176,7 @@ class Memory(nn.Module):
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
-        """One step of N environments: obs (N, D), state (N, S) -> features (N, H), next state (N, S)"""
+        """One step: obs (..., D), state (..., S) -> features (..., H), next state (..., S)"""
         if self.is_lstm:
             hidden, cell = self.cell(obs, state.chunk(2, -1))
             return hidden, torch.cat([hidden, cell], -1)
@@ -192,7 +195,7 @@ class Memory(nn.Module):
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
         columns = torch.arange(n, device=obs.device)
         x = obs.new_zeros(int(rows[-1].max()) + 1, n, obs.shape[-1] + 1)
-        x[..., -1] = 1.0  # a reset row, unless the next line puts an observation here; nothing reads the last ones
+        x[..., -1] = 1.0  # a reset row, unless the next line puts an observation here; rows left over are not read
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
         # Clones, because cuDNN moves its weights in memory: the parameters would leave flat_parameters (see train).
@@ -216,8 +219,8 @@ class Agent(nn.Module):
     """Memory, actor and critic, and the statistics of observations and returns.
 
     raw_obs come from the environment; obs come from normalize_obs. The memory turns obs into features, which actor and
-    critic read. To put a network before the memory, make it in Memory.__init__, give cell and kernel its output size,
-    and call it in Memory.step and Memory.replay."""
+    critic read. To put a network before the memory, make it in Memory.__init__, set input_size to its output size, and
+    begin Memory.step and Memory.replay with obs = self.encoder(obs)."""
 
     def __init__(self, obs_shape, actions, args):
         """actions: arrays by name, from describe_actions"""
@@ -347,10 +350,10 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 @torch.no_grad()
 def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, final_states):
     """Features of obs (T, N, H), last_obs (N, H) and final_obs (E, H), with the present weights of the memory.
-    estimate_advantages reads them in place of observations.
+    estimate_advantages takes them in place of observations.
 
     all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) is the state before the rollout, final_states (E, S)
-    are those after the last steps of the truncated episodes. Both keep the values of the rollout in later epochs."""
+    are those after the last steps of the truncated episodes. Later epochs reuse both, as older weights left them."""
     features = memory.replay(all_obs, episode_starts, first_state)
     return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
 
@@ -431,7 +434,7 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # global_step: a resumed run gets other random numbers. noise_seed also sets the initial weights.
+        # With global_step, so that a resumed run draws other numbers. noise_seed also sets the initial weights.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -526,9 +529,10 @@ def train(args=None, resume=None):
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
             final_states = torch.cat([state[:0], *final_states])  # (E, S); state[:0]: cat needs at least one tensor
-            rollout = (torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states)
+            all_obs = torch.cat([obs, last_obs.unsqueeze(0)])  # (T + 1, N, D)
+            replay_args = (all_obs, episode_starts, first_state, final_obs, final_states)
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            features = replay_rollout(agent.memory, *rollout)
+            features = replay_rollout(agent.memory, *replay_args)
             values, advantages, returns = estimate_advantages(agent, *features, *gae_args)  # (T, N)
             # Measured before the critic learns from these returns.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
@@ -539,7 +543,7 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    features = replay_rollout(agent.memory, *rollout)
+                    features = replay_rollout(agent.memory, *replay_args)
                     values, advantages, returns = estimate_advantages(agent, *features, *gae_args)
                 tensors = (episode_starts[:T], obs, actions, action_masks, log_probs, values, advantages, returns)
                 for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # n whole environments
