@@ -240,7 +240,7 @@ class Sides(gym.Env):
     def __init__(self, shape=(40, 48, 3)):
         self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.action_space = gym.spaces.Discrete(2, start=5)
-        self.image = np.zeros(shape, np.uint8)
+        self.image = np.zeros(shape, np.uint8)[::-1]  # as MuJoCo renders: torch.from_numpy refuses such a view
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -21,13 +21,13 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-7. Atari games follow the protocol of OpenAI's baselines: no sticky actions, up to 30 no-ops and FIRE at the start,
-   frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life counts as a termination,
-   but the game goes on. Logs count whole games. Unlike in baselines, nothing presses FIRE after a lost life: the policy
-   must. Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
+7. Atari games follow the protocol of OpenAI's baselines, as ale-py's vector has it: no sticky actions, FIRE and up to
+   29 no-ops at the start, frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life
+   counts as a termination, but the game goes on, and nothing presses FIRE: the policy must. Logs count whole games.
+   Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
 The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
-5 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
+5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
 Shapes: T = num_steps, N = num_envs / ranks, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
 K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
@@ -184,7 +184,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, obs, deterministic=True, action_mask=None):
         """Image(s) (*D) or (N, *D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
-        obs = torch.as_tensor(np.asarray(obs), device=self.obs_shape.device)
+        obs = torch.as_tensor(np.ascontiguousarray(obs), device=self.obs_shape.device)
         if list(obs.shape[-3:]) != self.obs_shape.tolist():
             raise UsageError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
         if action_mask is not None:
@@ -287,7 +287,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # two are 1.5 times as fast on idle cores, a third as fast beside a busy one
+        torch.set_num_threads(1)  # two: 1.5 times as fast if both cores are idle, a third as fast if one is busy
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * T * args.num_envs, cleanup, resume, rank)
@@ -334,7 +334,7 @@ def train(args=None, resume=None):
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
-        frame_numbers = np.zeros(N, dtype=int)  # of the games, counted by ale-py
+        frame_numbers = np.zeros(N, dtype=int)  # of each game so far, from ale-py
 
         for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
@@ -343,7 +343,7 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
             for t in range(T):
-                obs[t].copy_(torch.from_numpy(next_obs), non_blocking=True)  # to a GPU, without waiting for it
+                obs[t].copy_(torch.from_numpy(next_obs), non_blocking=True)  # does not wait for the GPU
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
@@ -355,8 +355,8 @@ def train(args=None, resume=None):
                 episode_returns += reward
                 episode_lengths += 1
                 game_over = terminated | truncated
-                if "episode_frame_number" in infos:  # Atari: a lost life is `terminated` too; a new game counts anew
-                    game_over = infos["episode_frame_number"] < frame_numbers
+                if "episode_frame_number" in infos:  # Atari, where a lost life is `terminated` too
+                    game_over = infos["episode_frame_number"] < frame_numbers  # a new game counts its frames anew
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(game_over):
                     final_info = infos.get("final_info", {})
@@ -530,9 +530,9 @@ def make_env(args, **kwargs):
 def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    env = make_env(args)  # fails now if evaluation could not make it later
-    if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
-        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
+    with make_env(args) as env:  # fails now if evaluation could not make it later
+        if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
+            raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
@@ -734,7 +734,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         for episode in range(episodes):
             obs, info = env.reset(seed=args.seed + episode)
             if "ALE/" in args.env_id and env.unwrapped.get_action_meanings()[1] == "FIRE":
-                obs, *_ = env.step(1)  # FIRE, as in ale-py's vector, but for 4 frames in place of 1
+                obs, *_ = env.step(1)  # FIRE, for 4 frames; ale-py's vector presses it for 1, before the no-ops
             terminated = truncated = False
             while not (terminated or truncated):
                 action = agent.predict(obs, args.eval_deterministic, info.get("action_mask"))
