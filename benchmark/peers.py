@@ -77,9 +77,9 @@ def run(algorithm, settings, task, seed, budget):
         env_id = env_id.removeprefix("Image/")
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         settings_file = Path(folder, "settings.yml")
-        chosen = hyperparameters(algorithm, settings, env_id)
-        settings_file.write_text(yaml.dump({env_id: chosen | {"n_timesteps": budget}}))
-        options = {"n_timesteps": budget, "eval_freq": -1, "seed": seed, "verbose": 0, "log_interval": -1}
+        chosen = hyperparameters(algorithm, settings, env_id) | {"n_timesteps": budget}
+        settings_file.write_text(yaml.dump({env_id: chosen}))
+        options = {"eval_freq": -1, "seed": seed, "verbose": 0, "log_interval": -1}
         with contextlib.redirect_stdout(nowhere):
             experiment = ExperimentManager(
                 argparse.Namespace(), algorithm, env_id, folder, config=str(settings_file), device="cpu", **options
@@ -124,7 +124,9 @@ def run(algorithm, settings, task, seed, budget):
 
 def main(args):
     done = {(row["exp_name"], row["env_id"], int(row["seed"])): int(row["global_step"]) for row in read_csv(args.out)}
-    jobs = []
+    jobs, tasks = [], [task for _, task, _ in SUITES[args.suite]]
+    if unknown := set(args.tasks) - set(tasks):
+        raise SystemExit(f"--tasks: there is no {', '.join(sorted(unknown))} among {', '.join(tasks)}")
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, task, flags in SUITES[args.suite]:
             budget = args.total_timesteps or load_script(script).parse_args(flags.split()).total_timesteps

@@ -36,7 +36,6 @@ import tyro
 from run_folder import (
     WHERE_AND_HOW,
     is_finished,
-    last_step,
     load_checkpoint,
     load_script,
     machine,
@@ -45,7 +44,6 @@ from run_folder import (
     summarise,
 )
 from suites import SUITES, TUNED
-from tqdm import tqdm
 
 
 @dataclasses.dataclass
@@ -133,16 +131,15 @@ def make_jobs(args, flags=()):
 
 
 def find_run(job):
-    """The newest run folder with exactly the arguments of a job and with a checkpoint, or None."""
+    """The newest run folder with the arguments of a job and with a checkpoint, or None."""
     # Names of folders are not enough: that of `slow`, seed 1, is how `slow__1` begins.
     other = WHERE_AND_HOW - {"script", "env_id", "exp_name", "seed"}
     wanted = {name: value for name, value in vars(job.parsed).items() if name not in other}
-    wanted["script"] = job.script.stem
-    wanted = json.loads(json.dumps(wanted))  # tuples as lists, as in args.json
+    wanted = json.loads(json.dumps(wanted | {"script": job.script.stem}))  # tuples as lists, as in args.json
     for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
         if (run_dir / "checkpoint.pt").is_file():
-            found = read_args(run_dir)
-            if {name: value for name, value in found.items() if name not in other} == wanted:
+            found = read_args(run_dir)  # an earlier version of the script may lack some
+            if all(found.get(name, value) == value for name, value in wanted.items()):
                 return run_dir
     return None
 
@@ -216,10 +213,8 @@ def run_here(jobs, at_once, gpus):
     def work(job):
         gpu = slots.get()
         try:
-            running.add(job)
             return run_job(job, gpu, children, stop)
         finally:
-            running.discard(job)
             slots.put(gpu)
 
     def request_stop(number, frame):
@@ -228,27 +223,10 @@ def run_here(jobs, at_once, gpus):
             child.send_signal(signal.SIGINT)  # also for SIGTERM, so that the script says how to continue
 
     before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    bar = {"unit": "step", "unit_scale": True, "disable": None}  # on a terminal only
-    running, done_steps, sizes = set(), 0, {job: job.parsed.total_timesteps for job in jobs}
-    with ThreadPoolExecutor(at_once) as pool, tqdm(total=sum(sizes.values()), **bar) as progress:
+    with ThreadPoolExecutor(at_once) as pool:
         futures = {pool.submit(work, job): job for job in jobs}
-
-        def show():
-            """Steps of the runs that have ended, and of those under way as their episodes tell."""
-            while len(ended) < len(jobs) and not stop.wait(5):
-                steps = done_steps
-                for job in list(running):
-                    run_dir = find_run(job)
-                    steps += last_step(run_dir) if run_dir else 0
-                progress.n = max(progress.n, steps)
-                progress.refresh()
-
-        ended = []
-        threading.Thread(target=show, daemon=True).start()
-        for future in as_completed(futures):
+        for ended, future in enumerate(as_completed(futures), 1):
             job = futures[future]
-            ended.append(job)
-            done_steps += sizes[job]
             try:
                 text = "finished, but no episode has ended"
                 if row := future.result():
@@ -258,8 +236,7 @@ def run_here(jobs, at_once, gpus):
                 continue
             except Exception as error:
                 failed[job], text = error, f"failed: {error}"
-            progress.write(f"[{len(ended)}/{len(jobs)}] {job}: {text}", file=sys.stdout)
-            sys.stdout.flush()
+            print(f"[{ended}/{len(jobs)}] {job}: {text}", flush=True)
     for number, handler in before.items():
         signal.signal(number, handler)
     if stop.is_set():

@@ -98,12 +98,6 @@ def machine():
 PARSING = threading.Lock()  # run.py reads run folders in threads, and ast.parse in two threads fails in CPython 3.11
 
 
-def last_step(run_dir):
-    """The global step at which the last episode of a run folder ended; 0 without episodes."""
-    *_, last = (run_dir / "episodes.csv").read_text().splitlines()[1:] or [""]
-    return int(last.split(",")[0]) if last.count(",") == 3 else 0
-
-
 def read_args(run_dir):
     try:
         return json.loads((run_dir / "args.json").read_text())
@@ -120,8 +114,8 @@ def load_checkpoint(run_dir):
 
 
 def is_finished(run_dir):
-    """Whether a run folder has the checkpoint of its last iteration: --resume, here or with another batch size before,
-    has no whole one left."""
+    """Whether --resume has no whole iteration left to train. After a resume with another batch size, global_step need
+    not be a whole number of iterations."""
     if not (run_dir / "checkpoint.pt").is_file():
         return False
     args = read_args(run_dir)
@@ -161,14 +155,14 @@ def curve(run_dir, global_step, points=CURVE_POINTS):
 
 
 def falls(env_id, env_kwargs, episodes, global_step):
-    """Episodes that ended before the environment's time limit, per 1,000 steps of the last fifth of a run. "" where the
-    environment has no limit."""
-    with contextlib.suppress(gym.error.Error, ImportError):
-        limit = json.loads(env_kwargs).get("max_episode_steps", gym.spec(env_id.rpartition(":")[2]).max_episode_steps)
-        if limit and limit > 0:  # -1: none
-            last = [row for row in episodes if int(row["global_step"]) > 0.8 * global_step]
-            return f"{sum(int(row['episodic_length']) < limit for row in last) / (0.2 * global_step / 1000):.4g}"
-    return ""
+    """Episodes that ended before the environment's time limit, per 1,000 steps of the last fifth of a run. "" where no
+    limit is known: one that only an unimported module registers is not."""
+    spec = gym.registry.get(env_id.rpartition(":")[2])
+    limit = json.loads(env_kwargs).get("max_episode_steps", spec and spec.max_episode_steps)
+    if not limit or limit < 0:  # -1: none
+        return ""
+    last = [row for row in episodes if int(row["global_step"]) > 0.8 * global_step]
+    return f"{sum(int(row['episodic_length']) < limit for row in last) / (0.2 * global_step / 1000):.4g}"
 
 
 def summarise(run_dir):
@@ -197,7 +191,7 @@ def summarise(run_dir):
         "last_100_mean": f"{means[-1]:.6g}",
         "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
         "episodes": len(episodes),
-        "falls": falls(args["env_id"], args.get("env_kwargs", "{}"), episodes, checkpoint["global_step"]),
+        "falls": falls(args["env_id"], args["env_kwargs"], episodes, checkpoint["global_step"]),
         "seconds": f"{checkpoint['seconds']:.0f}",
         "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
         "versions": record.get("versions", ""),

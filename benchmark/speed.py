@@ -4,7 +4,7 @@
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
-    python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU, where there is one
+    python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU
     python benchmark/speed.py atari-cpu --cleanrl PATH             # on a CPU
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
     python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
@@ -13,19 +13,18 @@ SBX and rejax take part where they are installed. rejax needs no gymnasium: its 
 algorithm into one program. python -m pip install sbx-rl rejax "gymnax<0.1"
 
 CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
-with a newer tensordict). LeanRL's Atari needs none, see leanrl_atari.py. LeanRL is compiled, with CUDA graphs where
-there is a GPU:
+with a newer tensordict). LeanRL's Atari needs none, see leanrl_atari.py. LeanRL is compiled; Atari uses CUDA graphs:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
     .venv/bin/pip install ale-py==0.10.2 opencv-python-headless                                       # CleanRL's Atari
     .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
 
-Every contestant trains twice, briefly and longer, one thread each. The difference of the two is its speed without what
-comes before the first step (imports, compilation); what is left is that start. The first start on a machine, where
-nothing has been compiled yet, is measured once. The "simulator" steps the same environments with random actions and
-learns nothing. Medians over the repeats are printed; results/speed.csv keeps those of the cases in docs/results.md. The
-machine should have nothing else to do.
+Every contestant trains twice on one thread, for few steps and for many. Its speed is the difference in steps over the
+difference in time, so that imports and compilation do not count. The rest of the short run is its start. The first
+start on a machine, where nothing has been compiled yet, is measured once. The "simulator" steps the same environments
+with random actions and learns nothing. Medians over the repeats are printed; results/speed.csv keeps those of the cases
+in docs/results.md. The machine should have nothing else to do.
 """
 
 import dataclasses
@@ -40,9 +39,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
-from report import RESULTS, SPEED
+from report import RESULTS, SPEED, table
 from run_folder import ROOT, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
@@ -158,14 +156,14 @@ def simulator(env_id, envs, code=SIMULATOR):
 
 def leanrl_atari(checkout, envs):
     """LeanRL's script for Breakout, on the same games as ours."""
-    program = [sys.executable, str(ROOT / "benchmark" / "leanrl_atari.py"), str(checkout), "--compile"]
-    program += ["--cudagraphs" if torch.cuda.is_available() else "--no-cuda", f"--num-envs={envs}"]
+    program = [sys.executable, str(ROOT / "benchmark" / "leanrl_atari.py"), str(checkout)]
+    program += ["--compile", "--cudagraphs", f"--num-envs={envs}"]
     return lambda steps: [*program, f"--total-timesteps={steps}"]
 
 
 def atari_case(envs, leanrl):
-    """Breakout with the published settings, but for the number of environments: minibatches grow with it."""
-    flags = {"env_id": "ALE/Breakout-v5", "num_envs": envs, "clip_vloss": True}
+    """Breakout on a GPU with the published settings, but for the number of environments: minibatches grow with it."""
+    flags = {"env_id": "ALE/Breakout-v5", "num_envs": envs, "clip_vloss": True, "device": "cuda"}
     alone = simulator("ALE/Breakout-v5", envs, ATARI_SIMULATOR)
     steps = (16384, 147456) if envs == 8 else (32768, 425984)
     contestants = {"LeanRL": (leanrl_atari(leanrl, envs), *steps)} if leanrl else {}
@@ -215,14 +213,13 @@ def processes_case(task, short, long):
     return contestants | {"ppo_continuous in processes": (in_processes, short, long)}
 
 
-def continuous_case(envs, steps, cleanrl, leanrl=None, task="HalfCheetah-v4"):
-    """CleanRL's settings; observations and rewards are normalised by all. Only our contestant plays `task`:
-    HalfCheetah by gymnasium or by EnvPool."""
+def continuous_case(envs, steps, cleanrl, leanrl=None):
+    """CleanRL's settings; observations and rewards are normalised by all."""
     flags = {"env_id": "HalfCheetah-v4", "num_envs": envs, "num_steps": steps, "num_minibatches": 32}
     flags |= {"update_epochs": 10, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5, "ent_coef": 0}
     flags_of_ours = {"target_kl": None, "log_std_init": 0, "log_std_min": -20, "anneal_std": False}
     flags_of_ours |= {"stagger_envs": False}
-    mine = ours("ppo_continuous", **flags | flags_of_ours | {"env_id": task}, recompute_advantages=False)
+    mine = ours("ppo_continuous", **flags | flags_of_ours, recompute_advantages=False)
     settings = {"n_steps": steps, "batch_size": envs * steps // 32, "n_epochs": 10, "normalize": True}
     contestants = sb3_and_sbx("HalfCheetah-v4", envs, 8192, 40960, **settings)
     if cleanrl:
@@ -270,7 +267,6 @@ def make_cases(cleanrl=None, leanrl=None):
         "atari-cpu": atari_cpu_case(cleanrl),
         "continuous-1": continuous_case(1, 2048, cleanrl),
         "continuous-8": continuous_case(8, 256, cleanrl, leanrl),
-        "continuous-8-envpool": continuous_case(8, 256, cleanrl, task="benchmark.envpool_envs:EnvPool/HalfCheetah-v4"),
         "discrete": discrete_case(4, cleanrl),
         "discrete-64": discrete_case(64, cleanrl),
         "processes": processes_case("HalfCheetah-v4", 16000, 306000),
@@ -357,31 +353,26 @@ class Args:
     cpu_time: bool = False  # with --before: CPU seconds, for a machine with other things to do
 
 
-def fail(message):
-    print(f"speed.py: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.cpu_time and not args.before:
-        fail("--cpu-time goes with --before")
+        raise SystemExit("speed.py: error: --cpu-time goes with --before")
     checkouts = [path and path.absolute() for path in (args.cleanrl, args.leanrl)]
     cases = make_cases(*checkouts)
     if args.before:
         cases = {case: beside(args.before.absolute(), cases[case]) for case in args.cases}
+    path = RESULTS / "speed.csv"
+    written = set() if args.before or args.scale != 1 or args.repeats < 3 else SPEED.keys() & {*args.cases}
+    for row in read_csv(path):
+        if row["case"] in written and row["contestant"] not in cases[row["case"]]:
+            lost = f"{row['contestant']} for {row['case']}"
+            raise SystemExit(f"speed.py: error: {path.name} has {lost}: install it, give its path or delete its row")
     for case in args.cases:
-        written = case in SPEED and not args.before and args.scale == 1 and args.repeats >= 3
-        path = RESULTS / "speed.csv"
-        rows = read_csv(path)
-        lost = [row["contestant"] for row in rows if row["case"] == case and row["contestant"] not in cases[case]]
-        if written and lost:
-            fail(f"{path.name} has {', '.join(lost)} for {case}: install it or give its path, or delete these rows")
         scaled = {name: (run, *(int(n * args.scale) for n in steps)) for name, (run, *steps) in cases[case].items()}
         new = measure(case, scaled, args.repeats, args.cpu_time)
-        print("\n".join("| " + " | ".join(str(row[field]) for field in FIELDS[:-1]) + " |" for row in new))
-        if written:
-            rows = [row for row in rows if row["case"] != case] + new
+        print("\n".join(table(FIELDS[:-1], [[row[field] for field in FIELDS[:-1]] for row in new])))
+        if case in written:
+            rows = [row for row in read_csv(path) if row["case"] != case] + new
             write_rows(path, FIELDS, sorted(rows, key=lambda row: row["case"]))
 
 

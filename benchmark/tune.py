@@ -13,8 +13,9 @@ the script's default settings, unless --no-defaults is given. Then come the tria
 under `begin_with`. Each one changes the settings that it names.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
-trials. A trial whose worker was killed is tried again, and its runs go on from their checkpoints. What has been found,
-bad and failed trials too, is written to RUNS_DIR/STUDY.csv. To go on with a study on another machine, copy STUDY.db.
+trials. A trial whose worker was killed is tried again when a worker starts alone, and its runs go on from their
+checkpoints. What has been found, bad and failed trials too, is written to RUNS_DIR/STUDY.csv. To go on with a study on
+another machine, copy STUDY.db.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from run_folder import ROOT, load_script, path_of, read_csv, write_rows
 
 try:
     import optuna
-    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from optuna.storages import RDBStorage
     from optuna.study import MaxTrialsCallback
     from optuna.trial import TrialState
 except ModuleNotFoundError as error:
@@ -78,7 +79,7 @@ def retry_killed_trials(study, lock):
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return  # the heartbeat finds them
+        return  # another worker lives; a later start finds them
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.system_attrs.get("fixed_params", {}) | trial.params)
@@ -133,7 +134,7 @@ def score_of(figures, seed, scale):
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the heartbeat below
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the pruner below
     sweep = yaml.safe_load(args.sweep.read_text())
     beside = args.sweep.parent / sweep["program"]
     script, space = path_of(beside if beside.is_file() else sweep["program"]), dict(sweep["parameters"])
@@ -147,8 +148,6 @@ def main():
     runs_dir = args.runs_dir.absolute()
     runs_dir.mkdir(parents=True, exist_ok=True)
 
-    # A worker that lives says so every 30 s; the trial of one that does not is tried again by another.
-    heartbeat = {"heartbeat_interval": 30, "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback()}
     engine = {"connect_args": {"timeout": 60}}  # seconds to wait for another worker that is writing
     sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True)
     # Seeds are instances: a trial ends when a signed-rank test of two seeds or more speaks against it.
@@ -157,7 +156,7 @@ def main():
     workers = open(runs_dir / f"{args.study}.workers", "w")  # noqa: SIM115  open, and locked, as long as this process
     with open(runs_dir / f"{args.study}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one worker makes the file and asks for the defaults
-        storage = RDBStorage(f"sqlite:///{runs_dir}/{args.study}.db", engine, **heartbeat)
+        storage = RDBStorage(f"sqlite:///{runs_dir}/{args.study}.db", engine)
         study = optuna.create_study(storage=storage, sampler=sampler, **names)
         # Its scores are to be compared with each other: what they are about stays as it began.
         seeds = range(args.first_seed, args.first_seed + args.seeds)

@@ -50,8 +50,7 @@ def test_speed_beside_another_commit():
 def test_speed_drops_no_peer_in_silence(results, main):
     shutil.copy(RESULTS / "speed.csv", results)
     finished = main(speed, "discrete")
-    lost = finished.stderr.partition(" for discrete: install it or give its path")[0]
-    assert finished.returncode == 2 and "speed.csv has " in lost and "CleanRL" in lost
+    assert " for discrete: install it, give its path" in str(finished.returncode)
 
 
 @pytest.mark.parametrize("contestant", ["SB3", "ppo_discrete", "simulator"])

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
 
 import numpy as np
 import tyro
-from run_folder import ROOT, last_step, machine, read_csv, write_rows
+from run_folder import ROOT, machine, read_csv, write_rows
 from speed import one_thread
 
 TABLE = Path(__file__).with_suffix(".csv")
@@ -71,7 +71,7 @@ def train(job):
         subprocess.run(command, cwd=ROOT, env=one_thread(), check=True, capture_output=True)
         (run_dir,) = Path(folder, "runs").iterdir()
         episodes = read_csv(run_dir / "episodes.csv")
-        steps = last_step(run_dir)
+        steps = int(episodes[-1]["global_step"])
     figure = np.mean([float(row["episodic_return"]) for row in episodes[-100:]])
     env_id, rest = re.fullmatch(r"--env-id (\S+) ?(.*)", flags).groups()
     row = {"recipe": recipe, "script": script, "env_id": env_id, "seed": seed, "flags": rest, "steps": steps}
