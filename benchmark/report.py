@@ -11,9 +11,9 @@ Without --publish nothing in the repository changes.
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
-Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). Of a suite of run.py only
-its own tasks are taken from the folders given. A row's flags are what differed from the script's defaults when it was
-published. When the defaults change, delete the rows that had the earlier ones: they would count as the new ones.
+Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). `--publish SUITE` takes
+only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it was
+published. After a change of defaults, delete the older rows: they would pass for runs with the new ones.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def in_order(rows):
 
 def summarise_all(run_dirs, tasks=()):
     """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of these (script, task) pairs, if
-    any are given. And whether a folder could not be read. Says of every other run why it is left out. SystemExit where
+    any are given. And whether a folder could not be read. Says why the others are left out. SystemExit where
     no run remains."""
     found, damaged = [], False
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):  # a folder named twice counts once
@@ -157,9 +157,7 @@ def write_report(run_dirs, folder):
     """Tables and curves of any runs, in a folder of the user's. -> whether a run folder could not be read"""
     found, damaged = summarise_all(run_dirs)
     rows = [row for _, row in found]
-    pairs = {(row["exp_name"], row["script"]) for row in rows}
-    shared = {name for name, script in pairs if (name, script) != max(pair for pair in pairs if pair[0] == name)}
-    label_curves(rows, [row["exp_name"] + f" {row['script']}.py" * (row["exp_name"] in shared) for row in rows])
+    label_curves(rows, [" ".join(dict.fromkeys((row["exp_name"], row["script"]))) for row in rows])
     folder.mkdir(parents=True, exist_ok=True)
     rows = in_order(row for _, row in found)
     write_rows(folder / "runs.csv", FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
@@ -178,14 +176,14 @@ def write_report(run_dirs, folder):
 def settings_table(rows):
     """Markdown: mean, standard deviation and the single seeds, for each task, setting and name."""
     lines = []
-    by = ("exp_name", "env_id", "flags", "script", "global_step")
-    for (name, env_id, flags, *_), group in group_by(rows, *by).items():
+    by = ("exp_name", "script", "env_id", "flags", "global_step")
+    for (name, script, env_id, flags, _), group in group_by(rows, *by).items():
         values = [float(row["last_100_mean"]) for row in group]
-        cells = [name, env_id, flags or "defaults", len(values), number(statistics.fmean(values), values[0])]
+        cells = [name, script, env_id, flags or "defaults", len(values), number(statistics.fmean(values), values[0])]
         cells += [number(statistics.stdev(values), values[0]) if len(values) > 1 else ""]
         cells += [", ".join(number(value, values[0]) for value in values)]
         lines.append(cells)
-    columns = ["name", "task", "flags", "seeds", "mean", "standard deviation", "single runs"]
+    columns = ["name", "script", "task", "flags", "seeds", "mean", "standard deviation", "single runs"]
     return table(columns, lines)
 
 
@@ -235,8 +233,7 @@ def read_peers():
 
 def peer_cell(rows, unit):
     """The mean of the last 100 training episodes and, in brackets, of the evaluations; then the number of seeds"""
-    evaluation = statistics.fmean(float(row["evaluation"]) for row in rows)
-    return f"{number(mean_return(rows), unit)} ({number(evaluation, unit)}; {len(rows)})"
+    return f"{number(mean_return(rows), unit)} ({number(mean_return(rows, 'evaluation'), unit)}; {len(rows)})"
 
 
 def files_of(name):
@@ -280,13 +277,12 @@ def suite_table(name):
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
     peers = {peer: tasks for peer, tasks in read_peers().items() if any(env_id in tasks for env_id, *_ in suite)}
-    evaluated = any(row["evaluation"] for rows in suite.values() for row in rows)
-    columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", *["evaluated"] * evaluated]
+    columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["steps/s"] * (name == "breadth")
     lines, scores, names = [], [], []
     for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
-        low, high = mean_interval(values) if len(values) > 1 else (np.nan, np.nan)
+        low, high = mean_interval(values)
         evaluations = [float(row["evaluation"]) for row in rows if row["evaluation"]]
         unit = np.abs(values).max()
         task = re.sub(".*[:/]", "", env_id)
@@ -296,8 +292,7 @@ def suite_table(name):
             task += f" (of {episodes} episodes)"
         cells = [task, f"{int(steps):,}", number(values.mean(), unit)]
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", len(values)]
-        if evaluated:
-            cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
+        cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
         if name == "breadth":
             cells.append(f"{statistics.median(int(steps) / float(row['seconds']) for row in rows):,.0f}")
         cells += [peer_cell(tasks[env_id], unit) if env_id in tasks else "" for tasks in peers.values()]
@@ -333,8 +328,7 @@ def breadth_table():
     defaults, zoo = ({task: mean_return(runs[peer][task]) for task in runs[peer]} for peer in list(PEERS)[:2])
     lines = []
     for name in suites.BREADTH:
-        tasks = {env_id for _, env_id, _ in suites.SUITES[name]}
-        ours = {env_id: rows for env_id, rows in one_setting(name).items() if env_id in tasks}
+        ours = one_setting(name)
         counts = [[mean_return(ours[x]) >= peer[x] for x in ours.keys() & peer.keys()] for peer in (defaults, zoo)]
         counts.append([])
         for env_id in ours.keys() & highest.keys():
@@ -382,21 +376,16 @@ def headline():
     published = read_published()
     suite = one_setting("mujoco")
     zoo = read_peers()["sb3-ppo-zoo"]
-    measured = any(env_id in zoo for env_id in suite)
     columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
-    columns += ["SB3, RL Zoo's settings (evaluated; seeds)"] * measured + ["CleanRL (published)", "highest PPO found"]
+    columns += ["SB3, RL Zoo's settings (evaluated; seeds)", "CleanRL (published)", "highest PPO found"]
     lines = []
     for env_id, rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
         unit = np.abs(values).max()
-        if missing := [row["seed"] for row in rows if not row["evaluation"]]:
-            raise SystemExit(f"results/mujoco.csv has no evaluation of {env_id}, seed {', '.join(missing)}")
-        evaluated = statistics.fmean(float(row["evaluation"]) for row in rows)
         cells = [number(values.mean(), unit), f"{number(low, unit)} to {number(high, unit)}", len(rows)]
-        cells += [number(evaluated, unit)]
-        if measured:
-            cells.append(peer_cell(zoo[env_id], unit) if env_id in zoo else "")
+        cells += [number(mean_return(rows, "evaluation"), unit)]
+        cells += [peer_cell(zoo[env_id], unit) if env_id in zoo else ""]
         for column in ("cleanrl", "highest"):
             row = published.get((env_id, column))
             mark = row["mark"].replace("*", "\\*") if row else ""
@@ -404,7 +393,7 @@ def headline():
         lines.append([env_id, *cells])
     cases = {"continuous-8": "HalfCheetah-v4, 8 x 256", "discrete": "CartPole-v1, 4 x 128"}
     speed = {(row["case"], row["contestant"]): row for row in read_csv(RESULTS / "speed.csv")}
-    others = [name for name in ("SB3", "CleanRL", "LeanRL", "SBX") if any(peer == name for _, peer in speed)]
+    others = ["SB3", "CleanRL", "LeanRL", "SBX"]
     timings = []
     for case, title in cases.items():
         ours = speed.get((case, "ppo_continuous")) or speed[case, "ppo_discrete"]
@@ -492,20 +481,14 @@ def draw_curves(runs, path):
 
 def draw_suite(name):
     """docs/pictures/NAME.svg, from the last column of results/NAME.csv"""
-    runs = []
-    for (*_, steps), rows in read_suite(name).items():
-        for row in rows:
-            if row["curve"]:
-                means = np.array(row["curve"].split(), float)
-                runs.append((row, np.linspace(0, int(steps) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
-    label_curves([row for row, *_ in runs], [f"{row['script']}.py" for row, *_ in runs])
-    tasks = {row["env_id"] for row, *_ in runs}
-    peers = read_peers() if name in ("mujoco", "breadth") else {}
-    for peer, found in peers.items():
-        for row in (row for env_id, rows in found.items() if env_id in tasks for row in rows):
-            means = np.array(row["curve"].split(), float)
-            steps = np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :]
-            runs.append((row | {"label": PEERS[peer]}, steps, means))
+    rows, runs = [row for group in read_suite(name).values() for row in group], []
+    label_curves(rows, [f"{row['script']}.py" for row in rows])
+    tasks = {row["env_id"] for row in rows}
+    for peer, found in read_peers().items():
+        rows += [row | {"label": PEERS[peer]} for env_id in found if env_id in tasks for row in found[env_id]]
+    for row in rows:
+        means = np.array(row["curve"].split(), float)
+        runs.append((row, np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
     if runs:
         draw_curves(runs, PICTURES / f"{name}.svg")
 
@@ -578,8 +561,8 @@ def main():
         write_readme()
     elif not args.runs:
         raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")
-    elif write_csv(args.publish, args.runs) if args.publish else write_report(args.runs, args.out):
-        sys.exit(1)
+    else:
+        sys.exit(write_csv(args.publish, args.runs) if args.publish else write_report(args.runs, args.out))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ SUITES = {  # script, task, flags
         ("ppo_discrete", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
         ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000 --num-steps 256"),
         ("ppo_rnn", "benchmark.memory_envs:PendulumNoVel-v1", f"--total-timesteps 300000 {PENDULUM_NO_VEL}"),
-        ("ppo_rnn", "popgym:popgym-RepeatPreviousEasy-v0", "--total-timesteps 1000000 --num-envs 16"),
     ],
     "box2d": [
         ("ppo_discrete", "LunarLander-v3", "--total-timesteps 1000000"),
@@ -65,6 +64,5 @@ SUITES = {  # script, task, flags
     ],
 }
 BREADTH = ("classic", "box2d", "minigrid", "minatar", "dm_control", "popgym")  # docs/results.md has one table of these
-# A task may be in two of them.
-SUITES["breadth"] = list(dict.fromkeys(task for name in (*BREADTH, "memory") for task in SUITES[name]))
+SUITES["breadth"] = [task for name in (*BREADTH, "memory") for task in SUITES[name]]
 TUNED = yaml.safe_load((Path(__file__).parent / "tuned.yaml").read_text())  # task -> flags

@@ -57,9 +57,10 @@ def test_from_the_copy_to_the_plot(folder, main, capsys):
     assert "3 of 3 runs have finished" in again.stdout and sorted(folder.glob("runs/my_envs-Point-v0__*")) == runs
     path = folder / "my_ppo.py"
     text = path.read_text()
-    path.write_text(text + "# a change\n")  # the runs there are would pass for runs of it
-    changed = main(suites, "--script=my_ppo.py", "--seeds=3", *flags)
-    assert "my_ppo.py has changed since " in str(changed.returncode)
+    for edited in (text + "# a change\n", text.replace("    seed: int", "    mine: int = 0\n    seed: int", 1)):
+        path.write_text(edited)  # the runs there are would pass for runs of it
+        changed = main(suites, "--script=my_ppo.py", "--seeds=3", *flags)
+        assert "my_ppo.py has changed since " in str(changed.returncode)
     path.write_text(text)
 
     report = main(reports, *folder.glob("runs/*"))
