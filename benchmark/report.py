@@ -400,14 +400,14 @@ def headline():
         steps = [speed.get((case, name), {"steps_per_second": ""})["steps_per_second"] for name in others]
         timings.append([title, *(f"{int(x):,}" if x else "" for x in (ours["steps_per_second"], *steps))])
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
-    text += "(docs/results.md#speed)). SBX uses JAX."
+    text += "(docs/results.md#speed)). SBX and rejax use JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax does too, and compiles the environment as well: {int(rejax['steps_per_second']):,}."
+        text += f" rejax compiles CartPole too: {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: the number of tasks on which our mean reaches the score of the column, and of tasks that "
-        "have one. Some published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo: on how many tasks our mean reaches the score of the column, of the tasks that have one. Some "
+        "published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
