@@ -38,7 +38,7 @@ SUITES = {  # script, task, flags
     ],
     "box2d": [
         ("ppo_discrete", "LunarLander-v3", "--total-timesteps 1000000"),
-        ("ppo_continuous", "LunarLanderContinuous-v3", ""),
+        ("ppo_continuous", "LunarLanderContinuous-v3", "--log-std-init -1.5"),  # noise would hide the landing bonus
         ("ppo_continuous", "BipedalWalker-v3", ""),
         ("ppo_continuous", "BipedalWalkerHardcore-v3", "--total-timesteps 2000000"),
     ],
