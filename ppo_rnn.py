@@ -156,11 +156,9 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is a row of S numbers: the hidden state (GRU, S = H), or hidden and
-    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts.
-
-    To replace it, write a class with state_size, step and replay. step must return a new state. replay may be a loop:
-        for t in range(len(obs)):
-            features[t], state = self.step(obs[t], state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0))"""
+    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts. To replace it, write a class with
+    state_size, step (which returns a new state) and replay, which may be a loop over t:
+        features[t], state = self.step(obs[t], state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0))"""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -507,8 +505,7 @@ def train(args=None, resume=None):
                 if truncated.any():  # next_obs already belongs to the next episode
                     raw_final_obs.extend(infos["final_obs"][truncated])
                     final_states.append(state[truncated])
-                if (terminated | truncated).any():
-                    state[terminated | truncated] = 0.0  # the next episode starts without memory
+                state[terminated | truncated] = 0.0  # the next episode starts without memory
                 episode_returns += reward
                 episode_lengths += 1
                 for i in np.flatnonzero(terminated | truncated):
@@ -529,8 +526,7 @@ def train(args=None, resume=None):
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
             final_states = torch.cat([state[:0], *final_states])  # (E, S); state[:0]: cat needs at least one tensor
-            all_obs = torch.cat([obs, last_obs.unsqueeze(0)])  # (T + 1, N, D)
-            replay_args = (all_obs, episode_starts, first_state, final_obs, final_states)
+            replay_args = torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             features = replay_rollout(agent.memory, *replay_args)
             values, advantages, returns = estimate_advantages(agent, *features, *gae_args)  # (T, N)

@@ -406,8 +406,8 @@ def headline():
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: on how many tasks our mean reaches the score of the column, of the tasks that have one. Some "
-        "published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, out of those that have one. "
+        "Some published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
