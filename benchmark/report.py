@@ -87,10 +87,10 @@ def in_order(rows):
     return sorted(rows, key=lambda row: (row["env_id"], row["script"], row["exp_name"], row["flags"], int(row["seed"])))
 
 
-def summarise_all(run_dirs, tasks=()):
-    """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of these (script, task) pairs, if
-    any are given. And whether a folder could not be read. Says why the others are left out. SystemExit where
-    no run remains."""
+def summarise_all(run_dirs, suite=""):
+    """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of this suite, if one is given. And
+    whether a folder could not be read. Says why the others are left out. SystemExit where no run remains."""
+    tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(suite.removesuffix("-tuned"), [])}
     found, damaged = [], False
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):  # a folder named twice counts once
         if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
@@ -103,6 +103,8 @@ def summarise_all(run_dirs, tasks=()):
                 continue
             if args["exp_name"].startswith("tune-"):
                 reason = "a trial of tune.py"
+            elif suite in suites.SUITES and args["exp_name"] == "tuned":
+                reason = "it has tuned settings, which --publish mujoco-tuned takes"
             elif row := summarise(run_dir):
                 found.append((run_dir, {name: str(value) for name, value in row.items()}))
                 continue
@@ -139,8 +141,7 @@ def label_curves(rows, titles):
 def write_csv(name, run_dirs):
     """Rows of earlier runs stay, but for those of the same script, task, exp_name, flags and seed. -> whether a run
     folder could not be read"""
-    tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(name.removesuffix("-tuned"), [])}
-    found, damaged = summarise_all(run_dirs, tasks)
+    found, damaged = summarise_all(run_dirs, name)
     new = [row for _, row in found]
     rows = {}
     for row in read_csv(RESULTS / f"{name}.csv") + new:

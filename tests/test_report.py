@@ -112,9 +112,10 @@ def test_publish_keeps_other_runs(finished_runs, run_dir, results, capsys):
         with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
             report.write_csv(name, paths)  # none of its tasks; the folder of the folders
     args = json.loads((run_dir / "args.json").read_text())
-    (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "tune-0123abcd"}))
-    with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
-        report.write_csv("classic", [run_dir])  # a trial of a search
+    for exp_name in ("tune-0123abcd", "tuned"):  # a trial of a search, a run of run.py --tuned
+        (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": exp_name}))
+        with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+            report.write_csv("classic", [run_dir])
 
 
 def test_table_and_picture_of_a_suite(finished_runs, results):
