@@ -3,12 +3,13 @@
 import collections
 import importlib.util
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch_envs
-from conftest import assert_one_line, flags_of
+from conftest import ROOT, assert_one_line, flags_of
 from gpu_sim import Narrow, agent_for, env_id_of, make_agent, make_args, script
 
 
@@ -34,6 +35,17 @@ def test_environments_like_those_of_isaac_lab(tmp_path):
     torch.testing.assert_close(agents[0].state_dict(), agents[1].state_dict(), atol=0, rtol=0)
 
 
+def test_example_of_the_docs(tmp_path):
+    """The Python block of docs/gpu_sim.md is an environment that learns."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "gpu_sim.md").read_text(), re.S)
+    namespace = {}
+    exec(block, namespace)
+    settings = {"env_id": env_id_of(namespace["make_envs"]), "num_envs": 64, "hidden_sizes": (32, 32)}
+    _, run_dir = script.train(make_args(tmp_path, **settings, num_steps=24, update_epochs=5, total_timesteps=45_000))
+    returns = np.loadtxt(run_dir / "episodes.csv", delimiter=",", skiprows=1)[:, 1]
+    assert returns[:50].mean() < 50 and returns[-50:].mean() > 120
+
+
 class SometimesFinal(torch_envs.Drift):
     """Gives final observations in the steps that end an episode only."""
 
@@ -51,7 +63,8 @@ def test_timeouts_auto(tmp_path, capsys, kind):
     env_id, settings = env_id_of(makes[kind]), {"num_steps": 60, "total_timesteps": 16 * 120}
     auto, _ = script.train(make_args(tmp_path, env_id=env_id, **settings))
     lines = [line for line in capsys.readouterr().out.splitlines() if "final_obs" in line]
-    assert lines == [f"{env_id} gives no final_obs: continuing with --timeouts current-value"] * (kind == "never")
+    line = f"{env_id} gave no final_obs at a time limit: continuing with --timeouts current-value"
+    assert lines == [line] * (kind == "never")
     current_value, _ = script.train(make_args(tmp_path, env_id=env_id, timeouts="current-value", **settings))
     torch_envs.of_this_test = torch_envs.Drift
     exact, _ = script.train(make_args(tmp_path, env_id=env_id, **settings))
@@ -136,7 +149,7 @@ class Timed(torch_envs.Drift):
 
 
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])
-def test_stagger_envs(tmp_path, update):
+def test_stagger_envs(tmp_path, update, capsys):
     """rsl_rl's episodes end at many different times, and those that began late are not logged; Google's all at once."""
     _, run_dir = script.train(make_args(tmp_path, update, env_id=env_id_of(Timed), total_timesteps=16 * 150))
     rows = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
@@ -147,6 +160,8 @@ def test_stagger_envs(tmp_path, update):
         assert set(ends) == {50, 100, 150}
     else:
         assert min(ends) > 50 and len(set(ends)) > 16
+    script.train(make_args(tmp_path, update))  # a simulator that cannot
+    assert ("no episode_length_buf, so --stagger-envs does nothing" in capsys.readouterr().out) == (update == "rsl_rl")
 
 
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])

@@ -82,4 +82,9 @@ def drift(num_envs, device, seed):
 
 
 def unbounded(num_envs, device, seed):
-    return Replay({"obs": [[[0.0]]], "critic_obs": [[[0.0]]]})
+    return Replay({"obs": [[[0.0]] * num_envs], "critic_obs": [[[0.0]] * num_envs]})
+
+
+def one(num_envs, device, seed):
+    """A mistake: not as many as asked for."""
+    return Drift(1, device, seed)

@@ -7,7 +7,7 @@
 # ///
 """Proximal Policy Optimization (PPO) for thousands of simulators on one device, with three update rules, in one file.
 
-    python variants/ppo_gpu_sim.py --env-id brax/ant                     # train with rsl_rl's update and settings
+    python variants/ppo_gpu_sim.py --env-id brax/ant                     # train with rsl_rl's update
     python variants/ppo_gpu_sim.py --env-id brax/ant --update google     # with Brax's; or nvidia
     python variants/ppo_gpu_sim.py --env-id my_robot:make_envs           # any simulator of tensors, see VectorEnvs
     python variants/ppo_gpu_sim.py --resume runs/NAME                    # continue a run; or --resume latest
@@ -22,15 +22,17 @@ Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file
    (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
-5. --policy: normal with a learned standard deviation (rsl_rl), or tanh-squashed, with a state-dependent one.
+5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units, clipped (rsl_rl). `tanh`
+   has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
---update changes the network, gamma and more too: see GOOGLE. Statistics of observations change between rollouts, in
-rsl_rl after every step. Actor and critic have their own gradient clipping (rsl_rl 4.0). The critic may see more than
-the actor: {"policy": ..., "critic": ...}. No GPU has run this file yet.
+--update changes the network, gamma and more too: see GOOGLE. Statistics of observations change after the update, in
+rsl_rl after every step, in Google's notebook before the update. Actor and critic have their own gradient clipping
+(rsl_rl 4.0). The critic may see more than the actor: {"policy": ..., "critic": ...}. No GPU has run this file yet.
 
-Shapes: T = num_steps, N = environments of this process, L = unroll_length, or T without it, C = N * T / L unrolls,
-M = columns of a minibatch: unrolls, or single steps without --unroll-length. D = observation of the actor, P = of the
-critic, A = action. Read ../ppo_continuous.py first: helper functions of the same name are identical.
+Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
+L = unroll_length, or T without it, C = N * T / L unrolls, M = columns of a minibatch: unrolls, or single steps without
+--unroll-length. D = observation of the actor, P = of the critic, A = action.
+Read ../ppo_continuous.py first: functions of the same name do the same.
 """
 
 import argparse
@@ -48,7 +50,7 @@ from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -100,7 +102,8 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
     num_minibatches: int = 4  # minibatches per epoch; must divide the steps (or unrolls) of an iteration
     update_epochs: int = 5  # passes over the batch of an iteration
-    timeouts: Literal["auto", "current-value", "masked"] = "auto"  # auto: V(final_obs), else V(s_t); masked: A_t = 0
+    # bootstrap at a time limit: auto: V(final_obs), else V(s_t); current-value: V(s_t); masked: advantage 0
+    timeouts: Literal["auto", "current-value", "masked"] = "auto"
     advantages: Literal["gae", "brax"] = "gae"  # brax: r_t + gamma R_{t+1} - V(s_t), R: lambda returns
     recompute_targets: bool = False  # compute advantages and returns again in every minibatch (of unrolls)
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"  # where advantages get mean 0 and deviation 1
@@ -119,7 +122,7 @@ GOOGLE = dict(
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# As NVIDIA's text describes it. Its formulas differ: they are --update google --no-recompute-targets.
+# As NVIDIA's text describes it. The formula printed there is --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -168,7 +171,9 @@ def log_tanh_slope(x):
 class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of what each of them sees.
 
-    raw_obs come from the simulator; obs are normalized. Nothing that only the critic sees reaches the actor."""
+    raw_obs come from the simulator; obs are normalized. Nothing that only the critic sees reaches the actor. To use
+    your own network, replace self.actor, (..., D) -> (..., A), with --policy tanh (..., 2 * A), and self.critic,
+    (..., P) -> (..., 1)."""
 
     def __init__(self, obs_size, critic_obs_size, action_low, action_high, args):
         super().__init__()
@@ -255,22 +260,23 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
     """Tensors (L, C) -> advantages, returns (L, C). But last_values (C,) are V after the last step of an unroll.
     timeout_values, read where truncations is True: V of the observation after the step, or its substitute."""
-    if args.timeouts == "masked":  # V(s_t) + gamma 0 - V(s_t) = 0. --norm-adv subtracts the mean from this 0 too
+    if args.timeouts == "masked":  # reward V(s_t) and next value 0 make the advantage 0 and the return V(s_t)
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
-    next_values = torch.where(truncations, timeout_values, torch.cat([values[1:], last_values.unsqueeze(0)]))
-    discounts = args.gamma, args.gae_lambda
-    advantages, returns = compute_gae(rewards, values, next_values, terminations, truncations, *discounts)
+
+    def one_step_later(x):  # (L, C), values or returns
+        x = torch.where(truncations, timeout_values, torch.cat([x[1:], last_values.unsqueeze(0)]))
+        return x.masked_fill(terminations, 0.0)
+
+    ends, discounts = (terminations, truncations), (args.gamma, args.gae_lambda)
+    advantages, returns = compute_gae(rewards, values, one_step_later(values), *ends, *discounts)
     if args.advantages == "brax":  # r_t + gamma R_{t+1} - V(s_t), with R = returns
-        next_returns = torch.where(truncations, timeout_values, torch.cat([returns[1:], last_values.unsqueeze(0)]))
-        advantages = rewards + args.gamma * next_returns.masked_fill(terminations, 0.0) - values
+        advantages = rewards + args.gamma * one_step_later(returns) - values
     return advantages, returns
 
 
 def normalize_advantages(advantages):
     """Mean 0 and standard deviation 1, over a rollout (rsl_rl) or a minibatch (NVIDIA)"""
-    if advantages.numel() == 1:  # one sample has no standard deviation
-        return advantages
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
@@ -328,7 +334,7 @@ def adapt_learning_rate(learning_rate, kl, desired_kl):
     A KL of 0 changes nothing: the first minibatch of an iteration always has it. Tensors in and out."""
     lower = (learning_rate / 1.5).clamp(min=1e-5)  # rsl_rl's bounds
     higher = (learning_rate * 1.5).clamp(max=1e-2)
-    too_small = (kl < desired_kl / 2) & (kl > 1e-9)
+    too_small = (kl < desired_kl / 2) & (kl > 0)
     return torch.where(kl > 2 * desired_kl, lower, torch.where(too_small, higher, learning_rate))
 
 
@@ -351,15 +357,16 @@ def train(args=None, resume=None):
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
+    B = T * args.num_envs
     L = args.unroll_length or T
     M = N * T // (args.unroll_length or 1) // args.num_minibatches  # columns of a minibatch: unrolls or single steps
-    num_iterations = args.total_timesteps // (T * args.num_envs)
+    num_iterations = args.total_timesteps // B
 
     envs = make_envs(args, N, device)
     # A simulator may contain networks: without no_grad their graph would grow from step to step.
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
-        run = Run(args, num_iterations * T * args.num_envs, cleanup, resume, rank)
+        run = Run(args, num_iterations * B, cleanup, resume, rank)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for simulators.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -370,8 +377,8 @@ def train(args=None, resume=None):
 
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. Add modules to the agent above this line. Matrices
-        # come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
+        # Make all parameters views of one vector, for a faster Adam. Create modules above: later ones are not trained.
+        # Matrices come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
@@ -416,12 +423,14 @@ def train(args=None, resume=None):
         terminations, truncations, has_final_obs, logged_ends = torch.zeros(4, T, N, dtype=torch.bool, device=device)
         episode_returns, episode_lengths = torch.zeros(2, N, device=device)
         shortened = torch.zeros(N, dtype=torch.bool, device=device)  # in a staggered first episode, which is not logged
-        # Else all environments would reach the time limit together, and a batch would hold one phase of the episode.
-        if args.stagger_envs and hasattr(envs, "episode_length_buf"):
+        # Without staggering, all environments reach the time limit together, and a batch covers one phase.
+        if args.stagger_envs and not hasattr(envs, "episode_length_buf"):
+            print(f"{args.env_id} has no episode_length_buf, so --stagger-envs does nothing")
+        elif args.stagger_envs:
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
             shortened.fill_(True)
 
-        for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             if args.desired_kl is None:
                 lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -448,9 +457,9 @@ def train(args=None, resume=None):
                 episode_lengths.masked_fill_(ended, 0.0)
             raw_obs[T], raw_critic_obs[T] = next_obs, next_critic_obs
             end_steps = global_step + args.num_envs * (logged_ends.nonzero()[:, 0] + 1)
-            columns = (x.tolist() for x in (end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long()))
-            episodes = [{"step": step, "return": total, "length": length} for step, total, length in zip(*columns)]
-            global_step += T * args.num_envs
+            ends = (x.tolist() for x in (end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long()))
+            episodes = [{"step": step, "return": total, "length": length} for step, total, length in zip(*ends)]
+            global_step += B
             rollout_end = time.monotonic()
 
             # --------------------------------------------------------------------------------------------- advantages
@@ -463,11 +472,12 @@ def train(args=None, resume=None):
                 values = agent.get_value(critic_obs)  # (T + 1, N)
                 timeout_values = values[:T].clone()  # --timeouts current-value
                 if args.timeouts == "auto":
-                    exact = truncations & has_final_obs
-                    final_obs = agent.normalize(raw_final_obs[exact], agent.critic_obs_rms)
-                    timeout_values[exact] = agent.get_value(final_obs)
-                    if not torch.equal(exact, truncations):
-                        print(f"{args.env_id} gives no final_obs: continuing with --timeouts current-value")
+                    known = truncations & has_final_obs  # (T, N): their final observation is given
+                    final_obs = agent.normalize(raw_final_obs[known], agent.critic_obs_rms)
+                    timeout_values[known] = agent.get_value(final_obs)
+                    if not torch.equal(known, truncations):
+                        hint = "continuing with --timeouts current-value"
+                        print(f"{args.env_id} gave no final_obs at a time limit: {hint}")
                         args = dataclasses.replace(args, timeouts="current-value")
             steps = {"rewards": args.reward_scale * rewards, "values": values[:T], "timeout_values": timeout_values}
             steps |= {"terminations": terminations, "truncations": truncations}
@@ -533,9 +543,7 @@ class UsageError(ValueError):
 
 
 def check(args):
-    """Check discounts, batch sizes and settings that exclude each other, before anything is created."""
-    if not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
-        raise UsageError("--gamma and --gae-lambda must be between 0 and 1")
+    """Refuse settings that cannot work, before anything is created."""
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
         raise UsageError(f"--total-timesteps must be at least num_envs * num_steps = {batch_size}")
@@ -543,7 +551,7 @@ def check(args):
         raise UsageError(f"--unroll-length must divide --num-steps {args.num_steps}")
     columns = batch_size // (args.unroll_length or 1)
     if columns % args.num_minibatches:
-        divisors = [n for n in range(1, min(columns, 1000) + 1) if columns % n == 0]
+        divisors = [n for n in range(1, columns + 1) if columns % n == 0]
         raise UsageError(f"--num-minibatches must divide {columns} steps or unrolls: choose one of {divisors}")
     if args.anneal_lr and args.desired_kl is not None:
         raise UsageError("--anneal-lr and --desired-kl both set the learning rate: add --desired-kl None")
@@ -601,18 +609,19 @@ def compiled(function, args):
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
-class VectorEnvs(Protocol):
+class VectorEnvs:
     """What this file needs of simulators: gymnasium's vector environment, but of tensors that stay on the device, as in
     Isaac Lab. --env-id MODULE:FUNCTION names a function(num_envs, device, seed, **env_kwargs) that makes them.
     reset(seed) -> observations, infos
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
     Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets ended environments
-    and returns their new first observations. infos["final_obs"] has their last ones, if it can: N rows, the same form.
-    infos["log"] and ["episode"] are {name: number}. --stagger-envs needs max_episode_length and episode_length_buf."""
+    and returns their first observations. Optional: infos["final_obs"], the last observations, N rows in the same form,
+    read where truncated. infos["log"] and ["episode"] are {name: number}. --stagger-envs needs max_episode_length and
+    episode_length_buf. docs/gpu_sim.md has an example."""
 
     num_envs: int
-    single_action_space: gym.spaces.Box  # one without bounds is fine with --policy normal
+    single_action_space: gym.spaces.Box  # of any shape, actions come flat; without bounds only for --policy normal
 
 
 def split_obs(obs):
@@ -641,7 +650,10 @@ class BraxEnvs:
         from brax import envs
         from brax.envs.wrappers.training import AutoResetWrapper, EpisodeWrapper, VmapWrapper
 
-        self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+        try:
+            self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+        except RuntimeError:
+            raise UsageError('JAX sees no GPU: python -m pip install "jax[cuda13]", or add --device cpu') from None
         env = envs.get_environment(name, backend=backend)
 
         def keep_final_obs(function, *arguments):  # before AutoResetWrapper replaces it
@@ -702,6 +714,8 @@ def make_envs(args, num_envs, device):
         envs = getattr(importlib.import_module(module), function)(num_envs, device, args.seed + 1000 * rank, **kwargs)
     else:
         envs = GymEnvs(args.env_id, num_envs, device, **kwargs)
+    if envs.num_envs != num_envs:
+        raise UsageError(f"{args.env_id} made {envs.num_envs} environments instead of {num_envs}")
     action_space = envs.single_action_space
     if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
         raise UsageError(f"{args.env_id} has actions {action_space}: use ppo_discrete.py")
@@ -723,15 +737,13 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
-        try:
+        try:  # the lock is freed when `train` or the process ends, however it ends
             self.dir.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire(timeout=0)
+            cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
         except OSError as error:
             raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
-        cleanup.callback(self.lock.release)  # also after an error below
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
 
