@@ -59,6 +59,6 @@ def models(rlhf_args):
 @pytest.fixture
 def calls(watch):
     """{name of a function of the script: its calls from now on, [(arguments, result), ...]}"""
-    names = ["make_models", "generate", "get_log_probs", "get_scores", "compute_rewards", "answer_advantages"]
+    names = ["make_models", "generate", "get_log_probs", "get_scores", "compute_rewards", "compute_advantages"]
     names += ["clipped_policy_loss", "clipped_value_loss", "apply_gradient"]
     return {name: watch(ppo_rlhf, name) for name in names}

@@ -23,7 +23,7 @@ def test_lm_human_preferences_numbers():
     kl, mask = inputs["logprobs"] - inputs["ref_logprobs"], torch.ones(2, 5, dtype=torch.bool)
     rewards = module.compute_rewards(kl, inputs["scores"], mask, inputs["kl_coef"], 1e9)
     whitened = module.whiten(rewards, mask, shift_mean=False)
-    advantages, returns = module.answer_advantages(whitened, inputs["values"], mask, 1.0, 0.95)
+    advantages, returns = module.compute_advantages(whitened, inputs["values"], mask, 1.0, 0.95)
     results = {"rewards": rewards, "whitened_rewards": whitened, "advantages_raw": advantages, "returns": returns}
     for name, result in (results | {"advantages": module.whiten(advantages, mask)}).items():
         torch.testing.assert_close(result, expected[name], atol=1e-9, rtol=0)
@@ -38,7 +38,7 @@ def test_lm_human_preferences_numbers():
 def test_lm_human_preferences_trains(rlhf_args, watch, monkeypatch):
     """With whitened numbers, short answers included. A resumed run goes on with the kl_coef it had."""
     module, args = with_recipe("lm_human_preferences", rlhf_args)
-    estimated, losses = watch(module, "answer_advantages"), watch(module, "clipped_policy_loss")
+    estimated, losses = watch(module, "compute_advantages"), watch(module, "clipped_policy_loss")
     settings = {"num_minibatches": 1, "ppo_epochs": 1, "kl_horizon": 8.0, "kl_target": 0.01, "checkpoint_interval": 1}
     _, whole = module.train(args(**settings))
     for ((rewards, _, mask, *_), _), ((_, advantages, _), _) in zip(estimated, losses, strict=True):

@@ -35,14 +35,11 @@ def others(model_folders, tmp_path):
         "cut.jsonl": '{"prompt": "soup"}\n{"prompt": "so',
         "lines.txt": '{"prompt": "soup"}\n{"prompt": "cake"}\n',
     }
-    texts |= {"pretty.txt": '[\n  {\n    "prompt": "soup"\n  }\n]\n', "list.jsonl": '[{"prompt": "soup"}]'}
-    texts |= {
-        "table.csv": "prompt,answer\nsoup,good\n",
-        "data.txt": "PAR1\0\0\x15",
-        "plain.jsonl": "how is the soup ?\n",
-    }
+    texts |= {"list.jsonl": '[{"prompt": "soup"}]', "plain.jsonl": "how is the soup ?\n"}
+    texts |= {"table.csv": "prompt,answer\nsoup,good\n"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")  # U+2028 ends no line of a file
+    (tmp_path / "latin.txt").write_text("a caf\u00e9\n", encoding="latin-1")
     return tmp_path
 
 
@@ -68,12 +65,11 @@ BAD = {
     "null": ({"prompts": "HERE/null.jsonl"}, 'null.jsonl, line 2 is not {"prompt": "..."} or {"prompt": [{"role":'),
     "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "bad.jsonl, line 1 is not"),
     "half a line": ({"prompts": "HERE/cut.jsonl"}, "cut.jsonl, line 2 is not"),
-    "one array": ({"prompts": "HERE/list.jsonl"}, "list.jsonl, line 1 is not"),
+    "one array": ({"prompts": "HERE/list.jsonl"}, FORMS),
     "JSON in .txt": ({"prompts": "HERE/lines.txt"}, FORMS),
-    "indented JSON": ({"prompts": "HERE/pretty.txt"}, FORMS),
     "text in .jsonl": ({"prompts": "HERE/plain.jsonl"}, FORMS),
     "a table": ({"prompts": "HERE/table.csv"}, FORMS),
-    "no text": ({"prompts": "HERE/data.txt"}, FORMS),
+    "not UTF-8": ({"prompts": "HERE/latin.txt"}, "--prompts HERE/latin.txt: 'utf-8' codec can't decode byte 0xe9"),
     "models without prompts": ({"prompts": None}, TOGETHER),
     "model without rewards": ({"reward_model": None}, TOGETHER),
     "two rewards": ({"reward": "math:sqrt"}, TOGETHER),
@@ -81,7 +77,6 @@ BAD = {
     "no function": ({"reward_model": None, "reward": "math"}, "--reward math: write MODULE:FUNCTION"),
     "no such module": ({"reward_model": None, "reward": "nowhere:score"}, "No module named 'nowhere'"),
     "indivisible": ({"num_minibatches": 3}, "--batch-size must be a multiple of num_minibatches * processes = 3"),
-    "nothing to train on": ({"min_response_length": 7}, "--min-response-length is above --response-length"),
     "too short": ({"total_episodes": 7}, "--total-episodes must be at least batch_size = 8"),
     "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),
     "nothing to evaluate": ({"evaluate": "nowhere"}, "nowhere/checkpoint.pt"),
@@ -151,7 +146,8 @@ def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
         "def length(prompts, answers):\n"
         "    calls.append((prompts, answers))\n"
         "    return [len(answer.split()) / 3 for answer in answers]\n\n"
-        "def too_few(prompts, answers):\n    return [1.0]\n"
+        "def too_few(prompts, answers):\n    return [1.0]\n\n"
+        "def lost(prompts, answers):\n    return open('no such file')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     given = {"reward_model": None, "micro_batch_size": 3}
@@ -169,6 +165,8 @@ def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
     assert evaluated.returncode == 0 and "7 answers: mean reward" in evaluated.stdout, evaluated.stderr
     with pytest.raises(ppo_rlhf.UsageError, match=r"count_words:too_few gave scores of shape \(1,\) for 8 answers"):
         ppo_rlhf.train(rlhf_args(**given, reward="count_words:too_few"))
+    with pytest.raises(RuntimeError, match="--reward count_words:lost failed"):  # not one line without the place
+        ppo_rlhf.train(rlhf_args(**given, reward="count_words:lost"))
     with pytest.raises(ppo_rlhf.UsageError, match=r"--reward count_words\.py:length: write MODULE:FUNCTION"):
         ppo_rlhf.train(rlhf_args(**given, reward="count_words.py:length"))
 

@@ -15,12 +15,15 @@
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
 As in DeepSpeed-Chat, the actor begins as a copy of the supervised language model (the reference), and the critic as a
-copy of the reward model (--reward: of the reference). These two learn. An answer is an episode, each token an action.
+copy of the reward model (--reward: of the reference, with an output layer of zeros). These two learn. An answer is an
+episode, each token an action.
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
-1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token of an answer also
-   gets the clipped score, EOS or not. DeepSpeed-Chat: one token later if an answer ends early and EOS is not padding.
-2. An answer ends at its first end token. Padding is masked, so it may be the end token (GPT-2).
+1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token's also includes the clipped
+   score, even if the length limit cut the answer. DeepSpeed-Chat adds the score one token later if an answer ends early
+   and EOS is not padding.
+2. An answer ends at its first end token, which is trained like any other. DeepSpeed-Chat does not train it where
+   padding is EOS (GPT-2). Here padding is masked, whatever its id.
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
@@ -29,7 +32,7 @@ Where implementations differ, this one does as follows (docs/rlhf.md has more):
 7. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16.
 
 Shapes, in each process: B = answers of an iteration, M = answers of a minibatch, S = answers of a micro-batch,
-P = longest prompt, R = longest sampled answer, L = P + R, V = vocabulary, (tokens,) = trained tokens of a micro-batch.
+P = longest prompt, R = longest sampled answer, L = P + R, V = vocabulary, (tokens,) = answer tokens of a micro-batch.
 Prompts are padded on the left, answers on the right. So all answers begin in column P.
 """
 
@@ -85,8 +88,7 @@ class Args:  # the comments are what --help prints
     bf16: bool = True  # CUDA: forward passes in bfloat16
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
     # --- answers
-    response_length: int = 16  # longest answer in tokens; EOS counts. 16 suits the built-in task
-    min_response_length: int = 1  # answers with fewer tokens are scored, but not trained on; EOS counts
+    response_length: int | None = None  # longest answer in tokens, with EOS; None: 256 with --model, otherwise 16
     temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all. The losses use the whole vocabulary
     top_p: float = 1.0  # sample from the likeliest tokens that add up to this probability; 1: all
@@ -94,7 +96,7 @@ class Args:  # the comments are what --help prints
     total_episodes: int = 19_200  # answers of the run, rounded down to whole iterations
     batch_size: int = 128  # answers per iteration, of all processes together
     num_minibatches: int = 2  # minibatches per epoch; must divide the answers of a process
-    micro_batch_size: int | None = None  # answers per forward or backward pass, except in sampling. None: a minibatch
+    micro_batch_size: int | None = None  # answers per forward or backward pass, except in sampling; None: a minibatch
     ppo_epochs: int = 2  # passes over the answers of an iteration
     actor_learning_rate: float | None = None  # None: 1e-5 with --model, 5e-4 for the built-in task
     critic_learning_rate: float | None = None  # None: 5e-6 with --model, 1e-3 for the built-in task
@@ -155,7 +157,7 @@ def get_log_probs(model, sequences, attention_mask, mask, temperature):
 def score_tokens(model, sequences, attention_mask):
     """The output of the layer `score` of critic or reward model at every token, (B, L)"""
     hidden = model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
-    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 would round 2 to 4 to multiples of 1/64
+    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 would round values from 2 to 4 to 1/64
         return model.score(hidden.float()).squeeze(-1)
 
 
@@ -175,7 +177,11 @@ def score_answers(args, reward_model, batch, texts, size):
     if args.reward is None:
         return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in batch))])
     with torch.autocast(batch[0].device.type, enabled=False):  # a model in the function has the precision it was given
-        scores = torch.tensor(pkgutil.resolve_name(args.reward)(*map(list, zip(*texts))), dtype=torch.float32)
+        prompts, answers = map(list, zip(*texts))
+        try:
+            scores = torch.tensor(pkgutil.resolve_name(args.reward)(prompts, answers), dtype=torch.float32)
+        except Exception as error:  # `main` would hide the place of an OSError
+            raise RuntimeError(f"--reward {args.reward} failed") from error
     if scores.shape != (len(texts),):
         raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)} for {len(texts)} answers")
     return scores.to(batch[0].device)
@@ -192,31 +198,15 @@ def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
     return rewards.scatter_add(1, last, scores.clamp(-clip_reward, clip_reward).unsqueeze(-1))
 
 
-def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016). Tensors (T, N) -> advantages, returns (T, N).
-
-    terminations[t] and truncations[t], bool, say whether and how transition t ended its episode. next_values[t] is the
-    value of the observation after transition t. After a truncation that is the episode's final observation."""
-    # No bootstrap after a termination.
-    next_values = next_values.masked_fill(terminations, 0.0)
-    deltas = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
-    # Both kinds of end stop the sum: what comes after belongs to the next episode.
-    decays = (gamma * gae_lambda) * (~(terminations | truncations)).to(deltas.dtype)
-    advantages = deltas.clone()  # below: A_t = delta_t + gamma lambda A_{t+1}, unless transition t ended the episode
-    for t in reversed(range(len(deltas) - 1)):
-        advantages[t].addcmul_(decays[t], advantages[t + 1])
-    return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
-
-
-def answer_advantages(rewards, values, mask, gamma, gae_lambda):
-    """Advantages and returns of the tokens of answers, 0 after them; all (B, R). The last token of an answer
-    ends the episode, EOS or not: the score is for the text within the limit, and nothing follows it."""
+def compute_advantages(rewards, values, mask, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016) -> advantages, returns of the tokens of answers, 0 after
+    them; all (B, R). The last token ends the episode, EOS or not: the score is for the text within the limit."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
-    never = torch.zeros_like(mask)  # no ends: rewards and values after the last token are 0, which stops the sum
-    steps = (x.T for x in (rewards, values, next_values, never, never))  # (R, B)
-    advantages, returns = compute_gae(*steps, gamma, gae_lambda)
-    return advantages.T, returns.T
+    advantages = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+    for t in reversed(range(advantages.shape[1] - 1)):  # A_t = delta_t + gamma lambda A_{t+1}
+        advantages[:, t] += gamma * gae_lambda * advantages[:, t + 1]
+    return advantages, advantages + values  # returns: the TD(lambda) targets of the critic
 
 
 def clipped_policy_loss(log_ratio, advantages, clip_coef):
@@ -240,7 +230,7 @@ def apply_gradient(model, optimizer, max_grad_norm):
     """One optimizer step of a model. Averages its gradient over ranks and clips the norm first."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # not used, or no answer of this rank is long enough
+            if parameter.grad is None:  # the loss does not use it
                 parameter.grad = torch.zeros_like(parameter)
             average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
@@ -278,13 +268,16 @@ def train(args=None, resume=None):
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
         tokenizer, reference, reward_model = make_models(args, device, resume)
         prompts = load_prompts(args, tokenizer, reference, reward_model)
-        for parameter in [*reference.parameters(), *reward_model.parameters()]:
-            average_over_ranks(parameter)  # equal on all ranks: processors may round the built-in models differently
+        if num_ranks > 1:  # weights of rank 0 for all: processors may round the built-in models differently
+            for parameter in [*reference.parameters(), *reward_model.parameters()]:
+                dist.broadcast(parameter, src=0)
         actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
-        reward_model = reference if args.reward else reward_model  # with --reward nothing uses it: free its memory
+        if args.reward:
+            reward_model = None  # it was the critic's beginning only: free its memory
         checkpointing = on_cuda and args.gradient_checkpointing
-        for model in (actor, critic) if checkpointing else ():
-            model.gradient_checkpointing_enable()
+        if checkpointing:
+            actor.gradient_checkpointing_enable()
+            critic.gradient_checkpointing_enable()
         actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
         critic_optimizer = torch.optim.Adam(critic.parameters(), betas=(0.9, 0.95))
         default_lrs = (5e-4, 1e-3) if args.model is None else (1e-5, 5e-6)  # large models need smaller steps
@@ -294,14 +287,16 @@ def train(args=None, resume=None):
         learners = {"actor": actor, "critic": critic}  # a checkpoint holds their state
         learners |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
 
-        run = cleanup.enter_context(contextlib.closing(Run(args, num_iterations, device, resume, rank)))
-        for name, learner in learners.items() if resume else ():
-            learner.load_state_dict(run.checkpoint.pop(name))
+        run = Run(args, num_iterations, device, cleanup, resume, rank)
+        cleanup.callback(run.close)
+        if resume:
+            for name, learner in learners.items():
+                learner.load_state_dict(run.checkpoint.pop(name))
         if args.model is None and not resume:  # --resume and --evaluate read them
             run.save_model(reference, tokenizer, "supervised")
             run.save_model(reward_model, tokenizer, "reward")
         if on_cuda and args.bf16:
-            store_in_bfloat16(reference, reward_model)
+            store_in_bfloat16(*filter(None, (reference, reward_model)))
 
         for iteration in range(run.iteration + 1, num_iterations + 1):
             # A seed for every iteration: a resumed run draws the same numbers. Other ranks draw others.
@@ -335,32 +330,27 @@ def train(args=None, resume=None):
             # --------------------------------------------------------------------------------------------- advantages
             kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # (B, R); the sum over an answer estimates its KL
             rewards = compute_rewards(kl, scores, mask, args.kl_coef, args.clip_reward)
-            advantages, returns = answer_advantages(rewards, values, mask, args.gamma, args.gae_lambda)  # (B, R)
-            trained = mask & (mask.sum(-1, keepdim=True) >= args.min_response_length)  # (B, R)
+            advantages, returns = compute_advantages(rewards, values, mask, args.gamma, args.gae_lambda)  # (B, R)
 
             # ------------------------------------------------------------------------------------------------- update
             update_began_at = time.time()
             names = "policy_loss", "value_loss", "values", "entropy", "approx_kl", "old_approx_kl", "clipfrac"
-            metrics, num_steps = torch.zeros(len(names), device=device), 0
+            metrics = torch.zeros(len(names), device=device)  # sums over minibatches
             actor.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
             critic.train(checkpointing)
             for _ in range(args.ppo_epochs):
                 for minibatch in torch.randperm(B).to(device).split(M):  # (M,) indices of answers
-                    num_tokens = trained[minibatch].sum()
-                    if average_over_ranks(num_tokens.float()) == 0:  # no answer is long enough
-                        continue
+                    num_tokens = mask[minibatch].sum()
                     mb_advantages = advantages[minibatch]  # (M, R)
                     if args.norm_adv and num_tokens > 1:  # one sample has no standard deviation
-                        kept = mb_advantages[trained[minibatch]]
+                        kept = mb_advantages[mask[minibatch]]
                         mb_advantages = (mb_advantages - kept.mean()) / (kept.std() + 1e-8)
                     actor_optimizer.zero_grad()
                     critic_optimizer.zero_grad()
                     for part, part_advantages in zip(minibatch.split(S), mb_advantages.split(S)):
-                        inputs, used = (sequences[part], attention_mask[part], mask[part]), trained[part]
-                        if not used.any():
-                            continue
+                        inputs = sequences[part], attention_mask[part], mask[part]
+                        used = mask[part]  # x[used] is (tokens,), without the padding
                         weight = used.sum() / num_tokens  # losses are means over the tokens of the minibatch
-                        # Only trained tokens count: (tokens,)
                         with autocast:
                             new_log_probs, entropy = (x[used] for x in get_log_probs(actor, *inputs, args.temperature))
                         log_ratio = new_log_probs - log_probs[part][used]  # 0 in the first minibatch of an iteration
@@ -378,7 +368,6 @@ def train(args=None, resume=None):
                             metrics += weight * torch.stack(measured)
                     apply_gradient(actor, actor_optimizer, args.max_grad_norm)
                     apply_gradient(critic, critic_optimizer, args.max_grad_norm)
-                    num_steps += 1
             if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
                 raise UsageError(f"iteration {iteration} gave NaN or infinity; nothing of it is saved")
 
@@ -389,9 +378,9 @@ def train(args=None, resume=None):
                 "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3, never below 0
                 "charts/clipped_scores": (scores.abs() > args.clip_reward).float().mean(),  # share of the answers
                 "charts/response_length": mask.sum(-1).float().mean(),
-                # The share of answers that end with an end token.
-                "charts/ended": (mask & torch.isin(sequences[:, -mask.shape[1] :], end_tokens)).any(-1).float().mean(),
-                **{f"losses/{name}": metric / num_steps for name, metric in zip(names, metrics)},
+                # The share of answers that end with an end token. Padding is one too.
+                "charts/ended": torch.isin(sequences[:, -1], end_tokens).float().mean(),
+                **{f"losses/{name}": x / args.ppo_epochs / args.num_minibatches for name, x in zip(names, metrics)},
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
             }
             if args.model is None:
@@ -429,8 +418,6 @@ def check(args, num_ranks):
             raise UsageError(f"--reward {args.reward}: write MODULE:FUNCTION, a function of that module")
     if args.batch_size % (parts := num_ranks * args.num_minibatches):
         raise UsageError(f"--batch-size must be a multiple of num_minibatches * processes = {parts}")
-    if args.min_response_length > args.response_length:
-        raise UsageError("--min-response-length is above --response-length: no answer would be trained on")
     if args.total_episodes < args.batch_size:
         raise UsageError(f"--total-episodes must be at least batch_size = {args.batch_size}")
 
@@ -541,25 +528,29 @@ def make_models(args, device, run_dir=None):
         tokenizer, reference, reward_model = make_builtin_models(args)
     else:
         folder = Path(run_dir or "")
-        name, reward_name = args.model or folder / "supervised", args.reward_model or folder / "reward"
+        name = args.model or folder / "supervised"
+        reward_name = name if args.reward else args.reward_model or folder / "reward"
         reference, tokenizer = load_model(AutoModelForCausalLM, name)
-        source = (name, "score.weight") if args.reward else (reward_name,)
-        reward_model, reward_tokenizer = load_model(AutoModelForSequenceClassification, *source)
+        new_layer = "score.weight" if args.reward else None
+        reward_model, reward_tokenizer = load_model(AutoModelForSequenceClassification, reward_name, new_layer)
         size, reward_size = (model.config.get_text_config().vocab_size for model in (reference, reward_model))
-        if reward_tokenizer.get_vocab() != tokenizer.get_vocab() or size > reward_size:
+        if not tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items() or size > reward_size:
             raise UsageError(f"--reward-model {reward_name} and --model {name} need one vocabulary and tokenizer")
         if not hasattr(reward_model, "score") or reward_model.config.num_labels != 1:
-            raise UsageError(f"{source[0]}, loaded as a classifier, has no layer `score` with one output")
+            raise UsageError(f"{reward_name}, loaded as a classifier, has no layer `score` with one output")
         if args.reward:
             nn.init.zeros_(reward_model.score.weight)
         if tokenizer.eos_token_id is None:
             raise UsageError(f"the tokenizer of --model {name} has no EOS token: give it one")
+        if args.reward_model and reward_model.config.pad_token_id == tokenizer.eos_token_id:
+            print(f"{reward_name} pads with EOS: transformers reads its score one token earlier than this script")
     own_ends = reference.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])} - {None}
     ids = {"eos_token_id": sorted(ends), "pad_token_id": tokenizer.eos_token_id}
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     reference.own_generation_config = reference.generation_config  # for save_model; it does not apply here
-    reference.generation_config = transformers.GenerationConfig(max_new_tokens=args.response_length, **sampling, **ids)
+    max_new_tokens = args.response_length or (256 if args.model else 16)
+    reference.generation_config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, **sampling, **ids)
     return tokenizer, *(model.to(device).eval().requires_grad_(False) for model in (reference, reward_model))
 
 
@@ -575,17 +566,20 @@ def store_in_bfloat16(*models):
 
 def read_lines(path):
     """The lines of a file of prompts."""
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace").removesuffix("\n")  # -sig: drops a BOM
-    is_json = re.match(r'\s*[\[{]\s*[\[{"]', text)
-    if Path(path).suffix != (".jsonl" if is_json else ".txt") or "\0" in text:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")  # -sig: drops a BOM
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {path}: {error}") from None
+    if Path(path).suffix != (".jsonl" if text.lstrip().startswith('{"') else ".txt"):
         raise UsageError(f'--prompts {path}: write .txt, a prompt per line, or .jsonl, {{"prompt": "..."}} per line')
     return text.split("\n")  # U+2028 ends no line
 
 
-def load_prompts(args, tokenizer, *models):
+def load_prompts(args, tokenizer, reference, reward_model):
     """Prompts as lists of token ids. Each leaves room for an answer in the context of the models."""
     names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
-    configs = [model.config.get_text_config() for model in models]
+    configs = [model.config.get_text_config() for model in (reference, reward_model)]
+    response_length = reference.generation_config.max_new_tokens
     context = min(getattr(config, name, math.inf) for config in configs for name in names)
     vocab_size = min(config.vocab_size for config in configs)
     form, prompts = '{"prompt": [{"role": "user", "content": "..."}]}', []
@@ -603,9 +597,10 @@ def load_prompts(args, tokenizer, *models):
             raise UsageError(f"{place}: the prompt is empty")
         if max(ids) >= vocab_size:
             raise UsageError(f"{place}: the prompt has token {max(ids)}, a model knows only {vocab_size}")
-        if len(ids) + args.response_length > context:
+        if len(ids) + response_length > context:
             raise UsageError(f"{place}: {len(ids)} tokens and --response-length exceed the context of {context}")
         prompts.append(ids)
+    # The last prompt shows what the tokenizer and the file do to all.
     if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
     if tokenizer.chat_template and not any(token in str(prompt) for token in ["role", *tokenizer.all_special_tokens]):
@@ -643,22 +638,21 @@ class Run:
     """The folder of a run: args.json, a copy of this script, TensorBoard events, metrics.csv, checkpoint.pt and models.
     Also wandb and the progress bar. Only rank 0 writes: elsewhere log, save, save_model and close do nothing."""
 
-    def __init__(self, args, num_iterations, device, resume, rank):
+    def __init__(self, args, num_iterations, device, cleanup, resume, rank):
         model_name = Path(args.model).resolve().name if args.model else "builtin"
         name = re.sub(r"[^\w.-]", "-", f"{model_name}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.num_iterations, self.dir = args, num_iterations, None
         if rank == 0:
             self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
             self.dir.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.dir / "lock", is_singleton=True)  # freed when this process ends, however it ends
-            try:
-                self.lock.acquire(timeout=0)
+            try:  # the lock is freed when `train` or the process ends, however it ends
+                cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
             except Timeout:
                 raise UsageError(f"another process is training in {self.dir}") from None
         self.checkpoint = load_checkpoint(resume) if resume else {}
         self.iteration = self.checkpoint.get("iteration", 0)
-        for name in ("model", "reward_model", "reward", "prompts", "batch_size") if resume else ():
-            if getattr(args, name) != (begun_with := self.checkpoint["args"][name]):
+        for name in ("model", "reward_model", "reward", "prompts", "batch_size"):
+            if resume and getattr(args, name) != (begun_with := self.checkpoint["args"][name]):
                 raise UsageError(f"{resume} began with --{name.replace('_', '-')} {begun_with}: it cannot be changed")
         if rank > 0:
             self.log = self.save = self.save_model = self.close = lambda *arguments: None
@@ -740,7 +734,6 @@ class Run:
         self.bar.close()
         self.writer.close()
         self.metrics_file.close()
-        self.lock.release()
         if self.args.track:
             self.wandb.finish()
         script, reward = os.path.relpath(__file__), f" --reward {self.args.reward}" if self.args.reward else ""
@@ -751,14 +744,13 @@ class Run:
 
 
 def say(text):
-    with contextlib.suppress(OSError):  # stdout may be closed, as by `| head`
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may not have all characters of an answer
-        tqdm.write(text.encode(encoding, "replace").decode(encoding))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may not have all characters of an answer
+    tqdm.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def load_checkpoint(run_dir):
-    """The checkpoint, on the CPU. Loading runs no code."""
-    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
+    """The checkpoint, on the CPU. weights_only: loading runs no code. mmap: tensors are read when they are used."""
+    return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
 
 
 def load_args(run_dir):
@@ -825,7 +817,8 @@ def main():
     texts, scores, kls = evaluate(run_dir, args)
     for score, pair in list(zip(scores, texts))[:8]:
         say(format_sample(score, *pair))
-    say(f"{len(texts)} answers: mean reward {scores.mean():.3f}, KL to the reference {kls.mean():.3f}")
+    measure = "log-ratio" if args.eval_deterministic else "KL"  # the likeliest answer's log-ratio estimates no KL
+    say(f"{len(texts)} answers: mean reward {scores.mean():.3f}, {measure} to the reference {kls.mean():.3f}")
     if args.model is None:
         say(f"mean task score {np.mean([task_score(answer) for _, answer in texts]):.3f}")
 
