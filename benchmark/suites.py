@@ -63,6 +63,12 @@ SUITES = {  # script, task, flags
         ("ppo_rnn", f"popgym:popgym-{name}-v0", "--total-timesteps 1000000 --num-envs 16") for name in POPGYM.split()
     ],
 }
+# Tasks of these suites again, with the steps of the published figure.
+SUITES["long"] = [
+    ("ppo_discrete", "Acrobot-v1", "--total-timesteps 1000000"),
+    ("ppo_continuous", "BipedalWalker-v3", "--total-timesteps 5000000"),
+    ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-FourRooms-v0", "--total-timesteps 5000000"),
+]
 BREADTH = ("classic", "box2d", "minigrid", "minatar", "dm_control", "popgym")  # docs/results.md has one table of these
 SUITES["breadth"] = [task for name in (*BREADTH, "memory") for task in SUITES[name]]
 TUNED = yaml.safe_load((Path(__file__).parent / "tuned.yaml").read_text())  # task -> flags
