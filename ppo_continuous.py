@@ -19,12 +19,11 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-Items 1 to 4 and 6 are not in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights and four
-extras that --preset cleanrl turns off: staggered environments, recomputed advantages, a lower bound of the standard
-deviation (--log-std-min) and the decay of the deviation to 0 (--anneal-std).
+None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
+--clip-vloss, --recompute-advantages, --stagger-envs, --log-std-min and --anneal-std.
 
-Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size, A = action size,
-E = number of truncations in a rollout.
+Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
+A = action size, E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
 """
@@ -65,8 +64,8 @@ class Args:  # the comments are what --help prints
     device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
     compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
-    eval_episodes: int = 10  # episodes that --evaluate plays
-    eval_deterministic: bool = True  # evaluate with the mean action; off: sample actions as in training
+    eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
@@ -94,7 +93,7 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
-    max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
+    max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
     log_std_init: float = -0.5  # initial log standard deviation
     log_std_min: float = -1.5  # lower bound of the learned log_std, before anneal_std scales it
@@ -174,7 +173,7 @@ class Agent(nn.Module):
         """(..., D) of any dtype -> (..., D) float32"""
         if not self.args.norm_obs:
             return raw_obs.float()
-        # float64 until the end: float32 loses digits where means are large. 1e-8 and 10 are from baselines.
+        # float64 until the end: float32 loses digits where means are large. 1e-8 and 10 as in baselines.
         return ((raw_obs.double() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
     def get_value(self, obs):
@@ -328,17 +327,17 @@ def train(args=None, resume=None):
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
-        envs = make_envs(args)
+        envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # With global_step, so that a resumed run draws other numbers. noise_seed also sets the initial weights.
+        # A resumed run gets other seeds. noise_seed is for networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
-        obs_shape, action_space = envs.single_observation_space.shape, envs.single_action_space
-        agent = Agent(obs_shape, action_space.low, action_space.high, args).to(device)
+        obs_shape = envs.single_observation_space.shape
+        agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
         # One vector holds all parameters, for a faster Adam. Create modules above. The loss must use every parameter.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
@@ -369,7 +368,7 @@ def train(args=None, resume=None):
 
         # ---------------------------------------------------------------------------------------------------- storage
         obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
-        actions = torch.zeros(T, N, action_space.low.size, device=device)  # as the policy chose them, not clipped
+        actions = torch.zeros(T, N, agent.action_low.numel(), device=device)  # as the policy chose them, not clipped
         log_probs = torch.zeros(T, N, device=device)
         # Filled step by step in numpy, which is faster. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), next_obs.dtype)
@@ -388,7 +387,8 @@ def train(args=None, resume=None):
             episodes, raw_final_obs = [], []
             for t in range(T):
                 raw_obs[t] = next_obs
-                obs[t], actions[t], log_probs[t], env_actions = act(torch.from_numpy(next_obs).to(device))
+                step_obs = torch.from_numpy(next_obs).to(device)
+                obs[t], actions[t], log_probs[t], env_actions = act(step_obs)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -397,13 +397,13 @@ def train(args=None, resume=None):
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
-                for i in np.flatnonzero(terminated | truncated):
-                    if not shortened[i]:
-                        final_info = infos.get("final_info", {})
-                        info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
-                        episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
-                        episodes.append(episode | {"info": info})
-                    episode_returns[i], episode_lengths[i], shortened[i] = 0, 0, False
+                episode_over = terminated | truncated
+                for i in np.flatnonzero(episode_over & ~shortened):
+                    final_info = infos.get("final_info", {})
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
+                    episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
+                    episodes.append(episode | {"info": info})
+                episode_returns[episode_over], episode_lengths[episode_over], shortened[episode_over] = 0, 0, False
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -414,8 +414,8 @@ def train(args=None, resume=None):
             last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
-            gae_inputs = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            values, advantages, returns = estimate_advantages(agent, *gae_inputs)  # (T, N)
+            gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)  # (T, N)
             # Measured before the critic learns from these returns.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
             if args.norm_obs:  # for the next rollout; this one is normalized already
@@ -425,7 +425,7 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    values, advantages, returns = estimate_advantages(agent, *gae_inputs)
+                    values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
                 permutation = torch.randperm(B).to(device)
                 tensors = (obs, actions, log_probs, values, advantages, returns)  # as ppo_loss takes them
                 b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
@@ -477,9 +477,7 @@ def check(args):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
-    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
-        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
+    such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
@@ -489,8 +487,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps only
-    the numbers in the infos of an episode's end, because merging infos can cost more than the step itself."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
+    the numbers of an episode's last info: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -525,16 +523,16 @@ def make_env(args, **kwargs):
     return VectorMember(env)
 
 
-def make_envs(args):
+def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
-        envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
+        envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):  # none, or one without this mode
-        envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * args.num_envs, **options)
+        envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
         envs.spec = envs.envs[0].spec
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
@@ -709,18 +707,16 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_env(args, render_mode="rgb_array") if video_dir else make_env(args)
-        if (env.spec.max_episode_steps or math.inf) > 30_000:  # else a good policy might never end an episode
-            print("episodes are cut after 30,000 steps")
-            env = gym.wrappers.TimeLimit(env, 30_000)
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video
         for episode in range(episodes):
-            obs, _ = env.reset(seed=args.seed + episode)
+            obs, info = env.reset(seed=args.seed + episode)
             terminated = truncated = False
             while not (terminated or truncated):
                 action = agent.predict(obs, args.eval_deterministic)
-                obs, reward, terminated, truncated, _ = env.step(action)
+                obs, reward, terminated, truncated, info = env.step(action)
                 episodic_returns[episode] += reward
     return episodic_returns
 

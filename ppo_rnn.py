@@ -24,8 +24,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
    critic values the final observation of a truncated episode with the state after its last step.
 8. A minibatch contains all T steps of n environments. The update replays them in order, from the state stored at the
    rollout's start. The gradient stops at the start of the episode or of the rollout.
-The paper (Schulman et al. 2017) has none of these items. It also lacks normalized and recomputed advantages, gradient
-clipping and orthogonal weights. --preset cleanrl turns off items 2 and 3 and the recomputation.
+None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
+--clip-vloss and --recompute-advantages.
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = memory_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
@@ -72,7 +72,7 @@ class Args:  # the comments are what --help prints
     device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
     compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
-    eval_episodes: int = 10  # episodes that --evaluate plays
+    eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
     eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
@@ -250,7 +250,7 @@ class Agent(nn.Module):
         return self.critic(features).squeeze(-1)
 
     def get_log_probs(self, features, action_mask=None):
-        """features (..., H), action_mask (..., A) bool, or None (all allowed) -> K log-probabilities (..., size)"""
+        """features (..., H), action_mask (..., A) bool or None (all allowed) -> K log-probabilities (..., size)"""
         logits = self.actor(features)
         if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
@@ -260,13 +260,7 @@ class Agent(nn.Module):
         """features (..., H), action (..., K) or None to sample one -> action (..., K), log_prob, entropy, value (...)
 
         The distribution is written out, because torch.distributions costs more time than these networks."""
-        if self.is_discrete:
-            log_probs = self.get_log_probs(features, action_mask)
-            if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
-                action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
-            log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
-            entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)  # in nats
-        else:
+        if not self.is_discrete:
             mean = self.actor(features)
             log_std = self.log_std.expand_as(mean)
             if action is None:
@@ -275,19 +269,25 @@ class Agent(nn.Module):
             log_prob = -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
             # Entropy of the unclipped normal distribution, in nats. It depends on log_std alone.
             entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+            return action, log_prob, entropy, self.get_value(features)
+        log_probs = self.get_log_probs(features, action_mask)
+        if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
+            action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
+        log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
+        entropy = sum(-(x.exp() * x).sum(-1) for x in log_probs)  # in nats
         return action, log_prob, entropy, self.get_value(features)
 
     def to_env_action(self, action):
         """(..., K) -> (..., *shape of the action space). Discrete: adds the space's start. Box: maps -1 and 1
         to the bounds, then clips."""
-        if self.is_discrete:
-            action = action.reshape(action.shape[:-1] + self.action_start.shape)
-            return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
-        action = action.reshape(action.shape[:-1] + self.action_low.shape)
-        bounded = (self.action_low > -1e30) & (self.action_high < 1e30)
-        center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
-        half_range = torch.where(bounded, self.action_high / 2 - self.action_low / 2, 1.0)
-        return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
+        if not self.is_discrete:
+            action = action.reshape(action.shape[:-1] + self.action_low.shape)
+            bounded = (self.action_low > -1e30) & (self.action_high < 1e30)  # some spaces write 3.4e38 for infinity
+            center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
+            half_range = torch.where(bounded, self.action_high / 2 - self.action_low / 2, 1.0)
+            return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
+        action = action.reshape(action.shape[:-1] + self.action_start.shape)
+        return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
@@ -428,11 +428,11 @@ def train(args=None, resume=None):
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
         torch.backends.cudnn.allow_tf32 = False  # rounding would keep a GRU's reset row from giving exactly 0
-        envs = make_envs(args)
+        envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # With global_step, so that a resumed run draws other numbers. noise_seed also sets the initial weights.
+        # A resumed run gets other seeds. noise_seed is for networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -472,9 +472,8 @@ def train(args=None, resume=None):
 
         # ---------------------------------------------------------------------------------------------------- storage
         obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
-        if agent.is_discrete:
-            actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # counted from 0
-        else:
+        actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # as the policy counts, from 0
+        if not agent.is_discrete:
             actions = torch.zeros(T, N, agent.action_low.numel(), device=device)  # not clipped
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
@@ -495,9 +494,9 @@ def train(args=None, resume=None):
             first_state = state  # `act` returns a new tensor, so this one does not change
             for t in range(T):
                 raw_obs[t] = next_obs
+                step_obs = torch.from_numpy(next_obs).to(device)
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
-                inputs = torch.from_numpy(next_obs).to(device), action_masks[t], state
-                obs[t], actions[t], log_probs[t], env_actions, state = act(*inputs)
+                obs[t], actions[t], log_probs[t], env_actions, state = act(step_obs, action_masks[t], state)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -505,15 +504,16 @@ def train(args=None, resume=None):
                 if truncated.any():  # next_obs already belongs to the next episode
                     raw_final_obs.extend(infos["final_obs"][truncated])
                     final_states.append(state[truncated])
-                state[terminated | truncated] = 0.0  # the next episode starts without memory
                 episode_returns += reward
                 episode_lengths += 1
-                for i in np.flatnonzero(terminated | truncated):
+                episode_over = terminated | truncated
+                for i in np.flatnonzero(episode_over):
                     final_info = infos.get("final_info", {})
                     info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
-                    episode_returns[i], episode_lengths[i] = 0, 0
+                episode_returns[episode_over], episode_lengths[episode_over] = 0, 0
+                state[episode_over] = 0.0  # the next episode starts without memory
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -592,9 +592,7 @@ def check(args):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
-    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
-        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
+    such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
@@ -605,7 +603,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    the mask of an info or, at an episode's end, its numbers: merging whole infos can cost more than the step."""
+    masks, and the numbers of an episode's last info: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -645,16 +643,16 @@ def make_env(args, **kwargs):
     return VectorMember(env)
 
 
-def make_envs(args):
+def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
-        envs = gym.make_vec(args.env_id, args.num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
+        envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):  # none, or one without this mode
-        envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * args.num_envs, **options)
+        envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
     describe_actions(envs.single_action_space)  # rejects others
@@ -837,9 +835,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
         env = make_env(args, render_mode="rgb_array") if video_dir else make_env(args)
-        if (env.spec.max_episode_steps or math.inf) > 30_000:  # else a good policy might never end an episode
-            print("episodes are cut after 30,000 steps")
-            env = gym.wrappers.TimeLimit(env, 30_000)
+        env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda _: True, name_prefix=name, disable_logger=True)
         cleanup.enter_context(env)  # closes it, which writes the last video

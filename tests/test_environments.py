@@ -142,7 +142,7 @@ probes.register("Talkative", Talkative)
 
 def test_infos_that_nothing_reads(script, small_args):
     """Stop no run, and do not replace the observation in which an episode ended."""
-    envs = script.make_envs(small_args(env_id=probe(script, "Talkative"), num_envs=3))
+    envs = script.make_envs(small_args(env_id=probe(script, "Talkative")), 3)
     envs.reset(seed=[1, 2, 3])
     for _ in range(5):
         *_, infos = envs.step(envs.action_space.sample())
@@ -194,7 +194,7 @@ def test_observations_that_are_no_vector(script, tmp_path, main, space):
 def test_final_observation_is_the_last_one(script, small_args):
     """Also of an environment that has begun the next episode in the same array. It is what a truncated episode is
     bootstrapped from."""
-    envs = script.make_envs(small_args(env_id=probe(script, "OneArray"), num_envs=2))
+    envs = script.make_envs(small_args(env_id=probe(script, "OneArray")), 2)
     envs.reset()
     seen = [envs.step(envs.action_space.sample()) for _ in range(5)]
     envs.close()

@@ -157,18 +157,16 @@ class Still(torch.nn.Module):
         return self.action
 
 
-def test_an_episode_that_never_ends(script, small_args, capsys):
-    """Evaluation, and with it a video, ends it after 30,000 steps, and says so before."""
+def test_an_episode_that_never_ends(script, small_args):
+    """Evaluation, and with it a video, ends it after 30,000 steps."""
     args = small_args(env_id=probe(script, "Stay"))
     action = gym.make(args.env_id).action_space.sample()
     agent = Still((action, None) if script.__name__ == "ppo_rnn" else action)
     for kwargs in ("{}", '{"max_episode_steps": 40000}'):
         args.env_kwargs = kwargs
         assert script.evaluate(agent, args, 1).tolist() == [30_000]
-        assert "cut after 30,000 steps" in capsys.readouterr().out
     args.env_kwargs = '{"max_episode_steps": 9}'
     assert script.evaluate(agent, args, 1).tolist() == [9]
-    assert "cut after" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fails_at", [None, 5])

@@ -93,7 +93,7 @@ def test_self_play(tmp_path):
 def test_agents_are_columns():
     """Two games of three agents, as six columns, against what the game's description says."""
     script = with_recipes("ppo_discrete", "shared_parameters")
-    envs = script.make_envs(script.Args(env_id=GAME, num_envs=6))
+    envs = script.make_envs(script.Args(env_id=GAME), 6)
     obs, _ = envs.reset(seed=7)
     assert obs.tolist() == [[k, 0, number] for number in (7, 8) for k in (1, 2, 3)]
     actions = np.array([0, 0, 0, 2, 1, 2])
@@ -109,7 +109,7 @@ def test_agents_are_columns():
     assert terminated.tolist() == [False, True, True] * 2 and truncated.tolist() == [True, False, False] * 2
     assert obs.tolist() == [[k, 0, x] for x in (7.5, 8.5) for k in (1, 2, 3)]
     with pytest.raises(script.UsageError, match="a multiple of the 3 agents"):
-        script.make_envs(script.Args(env_id=GAME, num_envs=4))
+        script.make_envs(script.Args(env_id=GAME), 4)
 
 
 def test_shared_parameters(tmp_path):

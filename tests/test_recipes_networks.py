@@ -182,6 +182,6 @@ def test_layer_norm_takes_the_scale_out_of_preactivations():
 def test_a_native_vector_of_images(tmp_path):
     """ale-py's is taken, as the recipe says."""
     script = with_recipes("ppo_rnn", "images_with_memory")
-    envs = script.make_envs(small(script, tmp_path, env_id="ale_py:ALE/Pong-v5", num_envs=2))
+    envs = script.make_envs(small(script, tmp_path, env_id="ale_py:ALE/Pong-v5"), 2)
     assert envs.single_observation_space.shape == (4, 84, 84)
     envs.close()

@@ -86,7 +86,7 @@ def test_environments_that_draw_from_the_global_generators(script, small_args):
 
 def test_every_environment_has_a_seed_of_its_own(script, small_args):
     """For each of the three generators."""
-    envs = script.make_envs(small_args(env_id=probe(script, "GlobalNumbers")))
+    envs = script.make_envs(small_args(env_id=probe(script, "GlobalNumbers")), 4)
     one, two, other = (envs.reset(seed=seed)[0].copy() for seed in (5, 5, 50))
     envs.close()
     assert one.shape == (4, 3) and len(np.unique(np.concatenate([one, other]))) == 24

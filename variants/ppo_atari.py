@@ -71,10 +71,10 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed; on a CPU, equal seeds give equal runs, to the bit, unless resumed
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if there is one
-    compile: bool = True  # torch.compile, which needs a C++ compiler: 20 s at the start, then a fifth faster on a CPU
+    device: str = "auto"  # cpu, cuda or cuda:1; auto: cuda if there is one
+    compile: bool = True  # torch.compile: 20 s to start, then a fifth faster on a CPU; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
-    eval_episodes: int = 10  # episodes that --evaluate plays
+    eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
     eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
@@ -100,11 +100,11 @@ class Args:  # the comments are what --help prints
     clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
-    max_grad_norm: float = 0.5  # clip the norm of the gradient (actor and critic together) to this; 0: no clipping
+    max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). Other defaults equal those of its ppo_atari.py.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(clip_vloss=True)}
 
 
@@ -118,7 +118,7 @@ def layer_init(layer, gain=2**0.5):  # gains of OpenAI's baselines: hidden sqrt(
 
 
 class NatureCNN(nn.Module):
-    """The convolutional network of Mnih et al. (2015): uint8 images (..., *D) -> features (..., 512)."""
+    """The convolutional network of Mnih et al. (2015): uint8 images (..., D) -> features (..., 512)."""
 
     def __init__(self, shape):
         super().__init__()
@@ -154,18 +154,18 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
 
     def get_value(self, obs):
-        """(..., *D) uint8 -> (...)"""
+        """(..., D) -> (...)"""
         return self.critic(self.encoder(obs)).squeeze(-1)
 
     def get_log_probs(self, features, action_mask=None):
-        """features (..., 512), action_mask (..., A) bool, None allows all -> K log-probabilities (..., size)"""
+        """features (..., 512), action_mask (..., A) bool or None (all allowed) -> K log-probabilities (..., size)"""
         logits = self.actor(features)
         if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
     def get_action_and_value(self, obs, action=None, action_mask=None):
-        """obs (..., *D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
+        """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
         The distribution is written out, because torch.distributions costs more time than these networks."""
         features = self.encoder(obs)
@@ -183,7 +183,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, obs, deterministic=True, action_mask=None):
-        """Image(s) (*D) or (N, *D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
+        """Image(s), (D,) or (N, D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
         obs = torch.as_tensor(np.ascontiguousarray(obs), device=self.obs_shape.device)
         if list(obs.shape[-3:]) != self.obs_shape.tolist():
             raise UsageError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
@@ -271,7 +271,7 @@ def explained_variance(values, returns):
 
 
 def train(args=None, resume=None):
-    """Train an agent. Returns it and its run folder, which is None on ranks above 0.
+    """Train an agent. Return it and its run folder, which is None on ranks above 0.
 
     resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
@@ -292,9 +292,9 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * T * args.num_envs, cleanup, resume, rank)
         global_step = run.global_step  # above 0 after --resume
-        # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for environments.
+        # Every rank and every resumed run gets other seeds. noise_seed is for networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
+        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -311,7 +311,7 @@ def train(args=None, resume=None):
 
         @torch.no_grad()
         def act(obs, action_mask):
-            """obs (N, *D), mask (N, A) -> actions (N, K), log_probs (N,), the environments' actions"""
+            """obs (N, D), mask (N, A) -> actions (N, K), log_probs (N,), the environments' actions"""
             # torch.compile drops the entropy and the value, which are not used.
             action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
             return action, log_prob, agent.to_env_action(action)
@@ -354,27 +354,27 @@ def train(args=None, resume=None):
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
-                game_over = terminated | truncated
+                episode_over = terminated | truncated
                 if "episode_frame_number" in infos:  # Atari, where a lost life is `terminated` too
-                    game_over = infos["episode_frame_number"] < frame_numbers  # a new game counts its frames anew
+                    episode_over = infos["episode_frame_number"] < frame_numbers  # a new game counts its frames anew
                     frame_numbers = infos["episode_frame_number"]
-                for i in np.flatnonzero(game_over):
+                for i in np.flatnonzero(episode_over):
                     final_info = infos.get("final_info", {})
                     info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
-                    episode_returns[i], episode_lengths[i] = 0, 0
+                episode_returns[episode_over], episode_lengths[episode_over] = 0, 0
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
             rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
             if args.clip_reward:
                 rewards = rewards.sign()
-            last_obs = torch.from_numpy(next_obs).to(device)  # (N, *D)
-            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, *D), E truncations
+            last_obs = torch.from_numpy(next_obs).to(device)  # (N, D)
+            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = torch.from_numpy(raw_final_obs).to(device)
-            gae_inputs = (obs, last_obs, final_obs, rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            values, advantages, returns = estimate_advantages(agent, *gae_inputs)  # (T, N)
+            gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
+            values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)  # (T, N)
             # Measured before the critic learns from these returns.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
 
@@ -382,7 +382,7 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    values, advantages, returns = estimate_advantages(agent, *gae_inputs)
+                    values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
                 permutation = torch.randperm(B).to(device)
                 tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
                 b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
@@ -470,9 +470,7 @@ def gather_from_ranks(episodes):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
-    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
-        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
+    such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
@@ -484,7 +482,7 @@ def compiled(function, args):
 
 class VectorMember(gym.Wrapper):
     """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    the mask of an info or, at an episode's end, its numbers: merging whole infos can cost more than the step."""
+    masks, and the numbers of an episode's last info: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -544,7 +542,7 @@ def make_envs(args, num_envs):
             raise UsageError(f"{args.env_id}, --env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if isinstance(envs.single_action_space, gym.spaces.Box):
-        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py")
+        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py, or a wrapper")
     return envs
 
 
@@ -567,13 +565,12 @@ def read_masks(infos, sizes):
 
 
 class Run:
-    """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
-    wandb and the progress bar. Rank 0 writes for all ranks: elsewhere log, save and close do nothing."""
+    """A run's folder (args.json, script, TensorBoard, episodes.csv, checkpoint.pt), W&B and the progress bar."""
 
     def __init__(self, args, total_steps, cleanup, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
-        if rank > 0:
+        if rank > 0:  # rank 0 writes for all ranks: elsewhere log, save and close do nothing
             self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
             self.log = self.save = self.close = lambda *arguments, **options: None
@@ -590,7 +587,7 @@ class Run:
         self.global_step = self.checkpoint.get("global_step", 0)
 
     def start(self, agent, optimizer):
-        """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
+        """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
             for name, x in agent.named_buffers():  # load_state_dict checks the shapes, but not the bounds
@@ -598,7 +595,7 @@ class Run:
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
-        if self.dir is None:
+        if self.dir is None:  # ranks above 0
             return
         if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}

@@ -597,9 +597,7 @@ def gather_from_ranks(episodes):
 
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
-    such as args.ent_coef, and fails at the ninth. To schedule that number, make it a tensor. Add after `run = ...`:
-        first, args = args.ent_coef, dataclasses.replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))
-    and this after `remaining = ...`: args.ent_coef.fill_(first * remaining)"""
+    such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
