@@ -42,7 +42,7 @@ from run_folder import (
 
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "atari", "memory")  # docs/results.md has these
+SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "long", "atari", "memory")  # docs/results.md has these
 PUBLISHABLE = (*(name for name in SUITES if name != "breadth"), *suites.BREADTH)
 PEERS = {"sb3-ppo-defaults": "SB3, its defaults", "sb3-ppo-zoo": "SB3, RL Zoo's settings"}  # of results/peers.csv
 PEERS |= {"sb3-trpo-zoo": "TRPO, RL Zoo's settings"}
@@ -323,18 +323,20 @@ def suite_table(name):
 
 def breadth_table():
     """Markdown: how many tasks of each suite are at or above Stable-Baselines3 measured here, and published figures. A
-    published evaluation has a mark in published.csv, and is compared with ours."""
+    published evaluation has a mark in published.csv, and is compared with ours. Where the suite `long` has a task, its
+    runs are compared with the published figure: both have the same steps."""
     highest = {env_id: row for (env_id, column), row in read_published().items() if column == "highest"}
     runs = read_peers()
     defaults, zoo = ({task: mean_return(runs[peer][task]) for task in runs[peer]} for peer in list(PEERS)[:2])
-    lines = []
+    lines, long = [], one_setting("long")
     for name in suites.BREADTH:
         ours = one_setting(name)
         counts = [[mean_return(ours[x]) >= peer[x] for x in ours.keys() & peer.keys()] for peer in (defaults, zoo)]
         counts.append([])
         for env_id in ours.keys() & highest.keys():
             field = "evaluation" if highest[env_id]["mark"] else "last_100_mean"
-            counts[-1].append(mean_return(ours[env_id], field) >= float(highest[env_id]["mean_return"]))
+            rows = long.get(env_id, ours[env_id])
+            counts[-1].append(mean_return(rows, field) >= float(highest[env_id]["mean_return"]))
         cells = [f"{sum(count)} of {len(count)}" if count else "" for count in counts]
         cells[-1] = cells[-1] or "none known"
         if ours:
