@@ -19,8 +19,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
---clip-vloss, --recompute-advantages, --stagger-envs, --log-std-min and --anneal-std.
+None of the items above is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights,
+--norm-adv, --clip-vloss, --recompute-advantages, --stagger-envs, --log-std-min and --anneal-std.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 A = action size, E = number of truncations in a rollout.
@@ -331,7 +331,7 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # A resumed run gets other seeds. noise_seed is for networks, noise and permutations.
+        # With global_step, a resumed run repeats no random numbers. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -516,7 +516,9 @@ def make_env(args, **kwargs):
     space, size = env.observation_space, 0
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
-    if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):  # more than 1000: an image
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else [space]
+    has_image = any(x.dtype == np.uint8 and len(x.shape) > 1 and math.prod(x.shape) > 1000 for x in parts)
+    if size == 0 or has_image:
         raise UsageError(f"{args.env_id} has {space}: wrap it (MiniGrid: ImgObsWrapper); see docs/your-environment.md")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)

@@ -19,8 +19,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
---clip-vloss and --recompute-advantages.
+None of the items above is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights,
+--norm-adv, --clip-vloss and --recompute-advantages.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
 K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
@@ -321,7 +321,7 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # A resumed run gets other seeds. noise_seed is for networks, noise and permutations.
+        # With global_step, a resumed run repeats no random numbers. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -510,7 +510,9 @@ def make_env(args, **kwargs):
     space, size = env.observation_space, 0
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
-    if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):  # more than 1000: an image
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else [space]
+    has_image = any(x.dtype == np.uint8 and len(x.shape) > 1 and math.prod(x.shape) > 1000 for x in parts)
+    if size == 0 or has_image:
         raise UsageError(f"{args.env_id} has {space}: wrap it (MiniGrid: ImgObsWrapper); see docs/your-environment.md")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)

@@ -24,8 +24,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
    critic values the final observation of a truncated episode with the state after its last step.
 8. A minibatch contains all T steps of n environments. The update replays them in order, from the state stored at the
    rollout's start. The gradient stops at the start of the episode or of the rollout.
-None of these is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights, --norm-adv,
---clip-vloss and --recompute-advantages.
+None of the items above is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights,
+--norm-adv, --clip-vloss and --recompute-advantages.
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = memory_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
@@ -432,7 +432,7 @@ def train(args=None, resume=None):
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # A resumed run gets other seeds. noise_seed is for networks, noise and permutations.
+        # With global_step, a resumed run repeats no random numbers. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
         next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -636,7 +636,9 @@ def make_env(args, **kwargs):
     space, size = env.observation_space, 0
     with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
         size = gym.spaces.flatdim(space)
-    if size == 0 or (space.dtype == np.uint8 and len(space.shape) > 1 and size > 1000):  # more than 1000: an image
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else [space]
+    has_image = any(x.dtype == np.uint8 and len(x.shape) > 1 and math.prod(x.shape) > 1000 for x in parts)
+    if size == 0 or has_image:
         raise UsageError(f"{args.env_id} has {space}: wrap it (MiniGrid: ImgObsWrapper); see docs/your-environment.md")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)

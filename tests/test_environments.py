@@ -167,6 +167,9 @@ class Space(probes.Target):
 
     SPACES: ClassVar = {
         "image": gym.spaces.Box(0, 255, (40, 48, 3), np.uint8),
+        "image and vector": gym.spaces.Dict(
+            camera=gym.spaces.Box(0, 255, (3, 40, 48), np.uint8), arm=gym.spaces.Box(-1, 1)
+        ),
         "empty": gym.spaces.Box(-1, 1, (0,), np.float32),
         "mission": gym.spaces.Dict(image=gym.spaces.Box(0, 1, (4,)), mission=Mission()),
         "sequence": gym.spaces.Sequence(gym.spaces.Discrete(3)),
