@@ -1,7 +1,6 @@
 """ppo_rnn.py: the state of its memory between steps, rollouts and episodes, and the replay in the update."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -32,24 +31,12 @@ def make_agent(kind="discrete", obs_size=3, **changes):
     return agent
 
 
-def starts_at(T, n, *places):
-    starts = torch.zeros(T, n, dtype=torch.bool)
-    for place in places:
-        starts[place] = True
-    return starts
-
-
 T, n = 13, 4
-
-
-STARTS = {
-    "none": starts_at(T, n),
-    "first and last step": starts_at(T, n, 0, T - 1),
-    "every environment at once": starts_at(T, n, 5),
-    "one environment, two in a row": starts_at(T, n, (6, 2), (7, 2)),
-    "every step": starts_at(T, n, slice(None)),
-    "often": torch.rand(T, n, generator=torch.Generator().manual_seed(1)) < 0.4,
+STARTS = {  # of episodes: (T, n)
+    "none": torch.zeros(T, n, dtype=torch.bool),
     "seldom": torch.rand(T, n, generator=torch.Generator().manual_seed(2)) < 0.08,
+    "often": torch.rand(T, n, generator=torch.Generator().manual_seed(1)) < 0.4,  # also in the first and the last step
+    "every step": torch.ones(T, n, dtype=torch.bool),
 }
 
 
@@ -105,7 +92,8 @@ def test_reset_is_exact(cell):
     agent = make_agent(cell=cell)
     for parameter in agent.memory.parameters():
         parameter.data *= 30
-    obs, starts, state = 10 * torch.randn(T, n, 3), STARTS["every environment at once"], torch.randn(n, 16)[:, :8]
+    obs, starts = 10 * torch.randn(T, n, 3), (torch.arange(T) == 5).unsqueeze(1).expand(T, n)
+    state = torch.randn(n, 8)
     state = 100 * state.repeat(1, agent.memory.state_size // 8)
     states = [x.requires_grad_() for x in (state, torch.zeros_like(state))]
     one, two = (agent.memory.replay(obs, starts, x)[5:] for x in states)
@@ -143,55 +131,16 @@ def test_replay_of_a_rollout_with_its_ends(cell):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
-@pytest.fixture
-def seen(watch):
-    """What train() passes to, and gets from, the functions that matter: {name: [(arguments, result), ...]}"""
-    owners = dict.fromkeys(["ppo_loss", "replay_rollout", "estimate_advantages"], script)
-    owners |= {"step": script.Memory, "randperm": torch}
-    return {name: watch(owner, name) for name, owner in owners.items()}
-
-
-CHAIN = {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 24 * 5}
-
-
 @pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("masks/Masked-v0", "gru")])
-def test_ratio_is_one_in_the_first_minibatch(args, seen, env_id, cell):
+def test_ratio_is_one_in_the_first_minibatch(args, watch, env_id, cell):
     """In every iteration, with episodes that span rollouts and end anywhere in them, moving observation statistics,
     masks, and columns in a new order. Clipped is every ratio that is further from 1 than 1e-5: none in the
     first minibatch, some in the fourth."""
-    flags = {"env_id": env_id, "cell": cell}
-    script.train(args(**flags, learning_rate=0.01, clip_coef=1e-5, **CHAIN))
-    clipped = [metrics["clipfrac"].item() for _, (_, metrics) in seen["ppo_loss"]]
+    minibatches, sizes = watch(script, "ppo_loss"), {"num_steps": 6, "num_minibatches": 2, "total_timesteps": 24 * 5}
+    script.train(args(env_id=env_id, cell=cell, learning_rate=0.01, clip_coef=1e-5, **sizes))
+    clipped = [metrics["clipfrac"].item() for _, (_, metrics) in minibatches]
     assert len(clipped) == 5 * 2 * 2  # iterations, epochs, minibatches
     assert not any(clipped[::4]) and all(clipped[3::4])
-
-
-@pytest.mark.parametrize("cell, end", [("lstm", "truncated"), ("gru", "terminated")])
-def test_state_is_carried_and_reset(args, seen, cell, end):
-    """Through five rollouts: the state that a step finds is that which the step before it left, to the bit, with zeros
-    exactly where an episode starts, whatever was bootstrapped in between; and every rollout knows the state it began
-    with. A checkpoint lies in the middle of episodes; the resumed run starts new ones, without memory."""
-    settings = {"env_id": "discrete/Chain-v0", "cell": cell, "norm_obs": False}
-    settings["env_kwargs"] = json.dumps({"end": end, "lengths": [3, 5, 2, 7, 1, 6]})
-
-    def states(num_steps):
-        """The state before every step, if it is as it should be"""
-        calls = [call for call in seen["step"] if len(call[0][1]) == SMALL["num_envs"] and call[0][1].any()]
-        obs, before = (torch.stack([arguments[i] for arguments, _ in calls]) for i in (1, 2))
-        after = torch.stack([state for _, (_, state) in calls])
-        starts = obs[:, :, :1] == 1  # the chain shows its state one-hot
-        assert len(before) == num_steps and starts[0].all() and starts.any(0).all() and not starts.all(0).any()
-        expected = after.roll(1, 0).masked_fill(starts, 0.0)
-        assert torch.equal(before, expected)
-        return before
-
-    _, run_dir = script.train(args(**settings | CHAIN))
-    before = states(30)
-    first_states = [arguments[3] for arguments, _ in seen["replay_rollout"][:: SMALL["update_epochs"]]]
-    assert torch.equal(torch.stack(first_states), before[::6]) and before[6:].any()
-    seen["step"].clear()
-    script.train(args(**settings | CHAIN | {"total_timesteps": 24 * 10}), run_dir)
-    states(30)
 
 
 def test_a_gpu_computes_the_replay_in_full_precision(args, monkeypatch):
@@ -199,37 +148,6 @@ def test_a_gpu_computes_the_replay_in_full_precision(args, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     script.train(args(total_timesteps=64))
     assert not torch.backends.cudnn.allow_tf32
-
-
-@pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("discrete/Chain-v0", "gru")])
-def test_update_by_columns(args, seen, env_id, cell):
-    """An epoch has every environment once, in a new order. A minibatch has all steps of its environments, in the
-    order of time. The gradient of all parameters is that of the same loss behind a loop over single steps, from the
-    state before the rollout to the last step, without any cut but at episode starts: Adam's running mean has it."""
-    settings = {"env_id": env_id, "cell": cell, "max_grad_norm": 0.0} | CHAIN
-    agent, run_dir = script.train(args(**settings | {"learning_rate": 0.01}))
-    mean = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
-    for calls in seen.values():
-        calls.clear()
-    # The agent stays as it is now: everything can be computed again behind the run.
-    settings |= {"learning_rate": 0.0, "total_timesteps": 24 * 9}
-    agent, _ = script.train(args(**settings), run_dir)
-    orders = [order for _, order in seen["randperm"]]
-    assert len(orders) == 4 * 2 and len({tuple(order.tolist()) for order in orders}) > 4
-    for number, (arguments, _) in enumerate(list(seen["ppo_loss"])):
-        epoch, half = divmod(number, 2)
-        columns = orders[epoch].split(2)[half]
-        (_, obs, starts, first_state, *_), (features, _, _) = seen["replay_rollout"][epoch]
-        for rows, whole in zip(arguments[6:9], seen["estimate_advantages"][epoch][1]):
-            assert torch.equal(rows, whole[:, columns])
-        torch.testing.assert_close(arguments[2], features[:, columns], atol=1e-6, rtol=0)
-        stepped = step_by_step(agent, obs[:-1, columns], starts[:-1, columns], first_state[columns])
-        loss, _ = script.ppo_loss(*arguments[:2], stepped, *arguments[3:])
-        gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-        mean = 0.9 * mean + 0.1 * gradient
-    assert number == 15 and first_state.any(1).all()
-    found = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
-    torch.testing.assert_close(found, mean, atol=1e-6, rtol=1e-4)
 
 
 def test_predict_takes_masks_as_environments_give_them():
@@ -251,7 +169,7 @@ def test_predict_carries_the_state(kind, cell):
     """One observation or many: the state goes in and comes out, None stands for the start of an episode."""
     agent = make_agent(kind, cell=cell, norm_obs=False)
     obs, state = torch.randn(5, 2, 3), None
-    features = step_by_step(agent, obs, starts_at(5, 2, 0), torch.zeros(2, agent.memory.state_size))
+    features = step_by_step(agent, obs, torch.zeros(5, 2, dtype=torch.bool), torch.zeros(2, agent.memory.state_size))
     alone = None
     for t in range(5):
         action, state = agent.predict(obs[t].numpy(), state)
