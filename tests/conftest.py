@@ -171,9 +171,9 @@ def policy(script, sizes):
     return agent
 
 
-def act(agent, raw_obs):
+def act(agent, raw_obs, **named):
     """What the agent does at the start of an episode."""
-    action = agent.predict(raw_obs)
+    action = agent.predict(raw_obs, **named)
     return action[0] if isinstance(action, tuple) else action  # behind it is the state of a memory
 
 

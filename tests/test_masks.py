@@ -7,35 +7,28 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import DISCRETE, SMALL, assert_one_line, flags_of, policy
+from conftest import DISCRETE, SMALL, act, assert_one_line, flags_of, policy
 
-pytestmark = DISCRETE
+BOTH = pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
 
 
+@BOTH
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
 def test_predict_takes_masks_as_environments_give_them(script, sizes):
-    """A tuple or list with an array for each dimension, or one array; for many observations, a row for each."""
-    agent = policy(script, sizes)
-    logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
-    masks = tuple(np.array([1] * (n - 1) + [0], np.int8) for n in sizes)
-    other = tuple(np.array([1] + [0] * (n - 1), np.int8) for n in sizes)
+    """A tuple or list with an array for each dimension, or one array, each of which leaves one choice here. For many
+    observations a row for each, or an array of tuples, as a vector of environments gathers them."""
+    agent, one_hot = policy(script, sizes), [np.eye(n, dtype=np.int8) for n in sizes]
+    raw_obs = np.zeros(sum(sizes), np.float32)
+    masks, others = (one_hot[0][1], one_hot[1][2]), (one_hot[0][0], one_hot[1][1])
     for mask in (masks, list(masks), np.hstack(masks), np.hstack(masks).tolist()):
-        assert agent.predict(logits, action_mask=mask).tolist() == [n - 2 for n in sizes]
-    rows = np.stack([np.hstack(masks), np.hstack(other)])
-    expected = [[n - 2 for n in sizes], [0, 0]]
-    assert agent.predict(np.stack([logits] * 2), action_mask=rows).tolist() == expected
-
-
-@pytest.mark.parametrize("sizes", [[2, 3], [3, 3]])
-def test_predict_takes_the_tuples_of_many_environments(script, sizes):
-    """As a vector of environments gathers them: an array of tuples."""
-    logits = torch.arange(sum(sizes), dtype=torch.float32).numpy()
+        assert act(agent, raw_obs, action_mask=mask).tolist() == [1, 2]
     pair = np.empty(2, object)
-    pair[:] = [tuple(np.array([1] * kept + [0] * (n - kept)) for n in sizes) for kept in (2, 1)]
-    actions = policy(script, sizes).predict(np.stack([logits] * 2), action_mask=pair)
-    assert actions.tolist() == [[1, 1], [0, 0]]
+    pair[:] = masks, others
+    for rows in (np.stack([np.hstack(masks), np.hstack(others)]), pair):
+        assert act(agent, np.stack([raw_obs] * 2), action_mask=rows).tolist() == [[1, 2], [0, 1]]
 
 
+@BOTH
 def test_masked_choices_have_no_gradient(script):
     """Neither through the log-probability nor through the entropy; and nothing is NaN."""
     logits = torch.randn(5, 6, requires_grad=True)
@@ -50,6 +43,7 @@ def test_masked_choices_have_no_gradient(script):
     assert gradient.isfinite().all() and ((gradient == 0) == ~mask).all()
 
 
+@DISCRETE
 def test_samples_are_never_forbidden(script):
     """20,000 samples under random masks, also of logits that want nothing but what is forbidden."""
     torch.manual_seed(0)
@@ -66,6 +60,7 @@ def test_samples_are_never_forbidden(script):
         assert part.gather(-1, choice.unsqueeze(-1)).all()
 
 
+@BOTH
 @pytest.mark.parametrize("form", ["flat", "tuple", "list", "lists", "row"])
 def test_masks_reach_the_environment(script, small_args, form):
     """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
@@ -76,34 +71,24 @@ def test_masks_reach_the_environment(script, small_args, form):
         script.evaluate(agent, args, 5)
 
 
-@pytest.mark.parametrize("norm_obs", [False, True])
-def test_update_sees_the_masks_of_acting(script, small_args, minibatches, norm_obs):
+@DISCRETE
+def test_update_sees_the_masks_of_acting(script, small_args, minibatches):
     """In the first minibatch of every iteration no ratio leaves the narrowest range of clipping, with masks that differ
-    from state to state; and the masks it has are those that the observations, which show them, had."""
-    script.train(small_args(env_id="masks/Masked-v0", norm_obs=norm_obs, clip_coef=1e-5))
-    assert len(minibatches) == 4 * 2 * 4  # iterations, epochs, minibatches
-    for (_, _, mb_obs, _, mb_masks, *_), _ in minibatches:
-        assert mb_masks.any() and not mb_masks.all()
-        if not norm_obs:
-            assert torch.equal(mb_masks, mb_obs.bool())
+    from state to state."""
+    script.train(small_args(env_id="masks/Masked-v0", clip_coef=1e-5))
     metrics = [metrics for _, (_, metrics) in minibatches]
+    assert len(metrics) == 4 * 2 * 4  # iterations, epochs, minibatches
     assert all(first["clipfrac"] == 0 for first in metrics[::8])
     assert metrics[7]["approx_kl"] > 1e-6  # while the last minibatch finds another agent
 
 
-def test_learns_under_masks(script, small_args):
-    """The optimum is known: the highest allowed choices in all five steps."""
-    settings = {"num_envs": 16, "num_steps": 16, "update_epochs": 8, "learning_rate": 1e-2, "total_timesteps": 6400}
-    args = small_args(env_id="masks/Masked-v0", **settings)
-    agent, _ = script.train(args)
-    assert script.evaluate(agent, args, 50).mean() > 4.9
-
-
+@BOTH
 def test_masks_that_forbid_everything(script, main, tmp_path):
     flags = flags_of(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": "none"}), runs_dir=tmp_path, **SMALL)
     assert_one_line(main(script, *flags), 'infos["action_mask"] forbids every choice')
 
 
+@DISCRETE
 @pytest.mark.parametrize("form", ["short", "number"])
 def test_masks_of_another_size(script, small_args, form):
     """No silent training on a part of it."""
@@ -125,8 +110,9 @@ class Sometimes(probes.Masked):
 gym.register("masks/Sometimes-v0", Sometimes)
 
 
+@DISCRETE
 def test_masks_of_some_environments_only(script, small_args, minibatches):
-    """Where there is none, every choice is allowed; the others are as before."""
+    """Where there is none, every choice is allowed. The update has the masks that the observations show."""
     script.train(small_args(env_id="masks/Sometimes-v0", norm_obs=False, num_steps=32))
     for (_, _, mb_obs, _, mb_masks, *_), _ in minibatches:
         assert torch.equal(mb_masks, mb_obs.bool())
