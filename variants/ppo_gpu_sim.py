@@ -277,6 +277,8 @@ def estimate_targets(args, rewards, values, last_values, timeout_values, termina
 
 def normalize_advantages(advantages):
     """Mean 0 and standard deviation 1, over a rollout (rsl_rl) or a minibatch (NVIDIA)"""
+    if advantages.numel() == 1:  # one sample has no standard deviation
+        return advantages
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
