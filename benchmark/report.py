@@ -277,7 +277,11 @@ def suite_table(name):
     suite = read_suite(name)
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
-    peers = {peer: tasks for peer, tasks in read_peers().items() if any(env_id in tasks for env_id, *_ in suite)}
+    peers = {}  # {peer: {env_id: rows}}, where both had the same steps
+    for env_id, *_, steps in suite:
+        for peer, tasks in read_peers().items():
+            if env_id in tasks and 0.95 < int(steps) / int(tasks[env_id][0]["global_step"]) < 1.05:
+                peers.setdefault(peer, {})[env_id] = tasks[env_id]
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["steps/s"] * (name == "breadth")
     lines, scores, names = [], [], []
