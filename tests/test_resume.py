@@ -11,7 +11,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import ONE, SCRIPTS, SMALL, assert_one_line, assert_same_learner, probe, rows, scalars
+from conftest import ONE, SCRIPTS, SMALL, assert_one_line, assert_same_learner, flags_of, probe, rows, scalars
 from filelock import FileLock, Timeout
 
 probes.register("WholeEpisodes", probes.Chain, lengths=(8,))
@@ -78,22 +78,6 @@ def test_resume_with_a_larger_batch_stays_within_the_total(script, small_args, r
     assert script.load_checkpoint(run_dir)["global_step"] == 256 + 384
 
 
-def test_resume_with_another_learning_rate(script, run_dir, main):
-    """What is given again with --resume counts, also where nothing anneals it."""
-    main(script, "--resume", run_dir, "--learning-rate=1e-5", "--no-anneal-lr", "--total-timesteps=512")
-    rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
-    first = script.Args().learning_rate
-    assert rates == pytest.approx([first, 0.75 * first, 0.5 * first, 0.25 * first] + [1e-5] * 4)
-
-
-def test_longer_total_stretches_the_schedules(script, run_dir, main):
-    """After --resume the learning rate is where a run of the new length would have it."""
-    main(script, "--resume", run_dir, "--total-timesteps=512")
-    rates = [rate for _, rate in scalars(run_dir)["charts/learning_rate"]]
-    fractions = [1, 3 / 4, 2 / 4, 1 / 4] + [4 / 8, 3 / 8, 2 / 8, 1 / 8]
-    assert rates == pytest.approx([script.Args().learning_rate * fraction for fraction in fractions], rel=1e-5)
-
-
 def test_a_resumed_run_that_is_stopped_keeps_its_new_settings(script, run_dir, main, tmp_path):
     """Its first iteration is saved, so the printed command goes on with them. Here the second iteration fails."""
     args = dataclasses.replace(script.load_args(run_dir), learning_rate=1e-5, total_timesteps=512)
@@ -106,15 +90,21 @@ def test_a_resumed_run_that_is_stopped_keeps_its_new_settings(script, run_dir, m
 
 
 def test_resume_with_other_arguments(script, run_dir, main):
-    """What is given again applies, everything else stays as it was."""
+    """What is given again applies, everything else stays as it was. The learning rate is where a run of the new length
+    would have it."""
     before = script.load_args(run_dir)
-    main(script, "--resume", run_dir, "--total-timesteps=512", "--gamma=0.5", "--num_envs=8", "--no-norm-obs")
-    changes = {"total_timesteps": 512, "gamma": 0.5, "num_envs": 8, "norm_obs": False}
+    changes = {"total_timesteps": 512, "gamma": 0.5, "learning_rate": 1e-5, "norm_obs": False}
+    main(script, "--resume", run_dir, *flags_of(**changes))
     assert script.load_args(run_dir) == dataclasses.replace(before, **changes)
     assert script.load_checkpoint(run_dir)["global_step"] == 512
     saved = json.loads((run_dir / "args.json").read_text())
     about = {"script": script.__name__, "version": script.__version__}
     assert saved == about | json.loads(json.dumps(vars(script.load_args(run_dir))))
+    main(script, "--resume", run_dir, "--total-timesteps=640", "--no-anneal-lr")
+    rates = [rate for _, rate in scalars(run_dir)["charts/learning_rate"]]
+    expected = [before.learning_rate * left for left in (1, 3 / 4, 2 / 4, 1 / 4)]
+    expected += [1e-5 * left for left in (4 / 8, 3 / 8, 2 / 8, 1 / 8, 1, 1)]
+    assert rates == pytest.approx(expected, rel=1e-5)
 
 
 class Wider(gym.Wrapper):
@@ -163,57 +153,39 @@ def test_other_network_than_the_checkpoints(script, run_dir, main):
 
 @ONE
 def test_latest(script, small_args, run_dir, main, tmp_path, monkeypatch):
-    """The newest checkpoint among the runs of this script in --runs-dir, on the command line; in ./runs from Python."""
+    """The newest checkpoint among the runs of this script in --runs-dir, or in ./runs, wherever these were made."""
     args = small_args(seed=2)
     folders = [run_dir, script.train(args)[1]]
     other = importlib.import_module(SCRIPTS[SCRIPTS.index(script.__name__) - 1])
     other.train(other.Args(env_id=probe(other), runs_dir=args.runs_dir, **SMALL | {"total_timesteps": 64}))
-    for flags in (["--evaluate=latest", "--eval-episodes=1"], ["--resume", "latest", "--total-timesteps=512"]):
+    for flags in (["--evaluate=latest", "--eval-episodes=1"], ["--resume", "latest", "--total-timesteps=320"]):
         assert main(script, *flags, f"--runs-dir={args.runs_dir}").returncode == 0
+    script.train(dataclasses.replace(args, total_timesteps=512), resume="latest")
     assert [script.load_checkpoint(folder)["global_step"] for folder in folders] == [256, 512]
-    monkeypatch.chdir(tmp_path)
-    assert script.train(resume="latest")[1].resolve() == folders[1]
-    assert script.find_run("latest").resolve() == folders[1]
+    copy = shutil.copytree(run_dir, tmp_path / "elsewhere" / "runs" / run_dir.name)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(script, "--resume=latest", "--total-timesteps=320").returncode == 0
+    assert script.train(resume="latest")[1].resolve() == script.find_run("latest").resolve() == copy
+    assert [script.load_checkpoint(folder)["global_step"] for folder in (copy, *folders)] == [320, 256, 512]
     message = f"no run of {script.__name__}.py in nowhere: name a run folder, or add --runs-dir"
     for flag in ("--resume=latest", "--evaluate=latest"):
         assert_one_line(main(script, flag, "--runs-dir=nowhere"), message)
 
 
 @ONE
-def test_latest_of_a_copied_run(script, small_args, run_dir, main, monkeypatch, tmp_path):
-    """It is that of --runs-dir, here ./runs, not of the folder that the run was made in."""
-    copy = shutil.copytree(run_dir, tmp_path / "elsewhere" / "runs" / run_dir.name)
-    script.train(small_args(seed=2))
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main(script, "--resume=latest", "--total-timesteps=512").returncode == 0
-    assert [script.load_checkpoint(folder)["global_step"] for folder in (copy, run_dir)] == [512, 256]
-
-
-@ONE
-def test_latest_from_python(script, run_dir):
-    """With arguments, it is that of their runs_dir."""
-    args = dataclasses.replace(script.load_args(run_dir), runs_dir=str(run_dir.parent), total_timesteps=320)
-    assert script.train(args, resume="latest")[1] == run_dir
-
-
-@ONE
-def test_a_locked_folder_stays_as_it_is(script, run_dir, main):
-    """Another process is training there. The second one ends in one line, before it changes or reads anything."""
+def test_a_locked_folder_stays_as_it_is(script, run_dir, main, monkeypatch):
+    """Another process is training there. The second one ends in one line, before it changes anything, or reads a
+    checkpoint that the other one replaces in the meantime."""
+    args = script.load_args(run_dir)
     with FileLock(run_dir / "lock"):
         before = {path: path.read_bytes() for path in run_dir.iterdir()}
         refused = main(script, "--resume", run_dir, "--total-timesteps=512")
         assert_one_line(refused, f"another process is training in {run_dir}")
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="another process"):
+            patch.setattr(torch, "load", lambda *a, **k: pytest.fail("the checkpoint was read"))
+            script.train(args, run_dir)
         assert before == {path: path.read_bytes() for path in run_dir.iterdir()}
     assert main(script, "--resume", run_dir, "--total-timesteps=512").returncode == 0
-
-
-@ONE
-def test_lock_comes_before_the_learner_is_read(script, run_dir, monkeypatch):
-    """Else a process could go on from a checkpoint that the other one replaces in the meantime."""
-    args = script.load_args(run_dir)
-    monkeypatch.setattr(script.torch, "load", lambda *a, **k: pytest.fail("the checkpoint was read"))
-    with FileLock(run_dir / "lock"), pytest.raises(ValueError, match="another process"):
-        script.train(args, run_dir)
 
 
 class Watching(probes.Target):
