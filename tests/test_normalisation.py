@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import make_agent, probe
+from conftest import ONE, make_agent, probe
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 
 
@@ -22,6 +22,7 @@ def test_statistics_keep_their_digits(script):
     assert agent.normalize_obs(rows).isfinite().all()
 
 
+@ONE
 @pytest.mark.parametrize("rollout", [1, 20, 200])
 def test_reward_normalisation_of_sb3(script, rollout):
     """VecNormalize on the same random rewards, 200 steps, 5 environments: its deviation at the end of a rollout divides

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import probes
 import torch
-from conftest import assert_same_learner, make_agent, probe, rows
+from conftest import assert_same_learner, probe, rows
 
 
 def test_same_seed_same_run(script, small_args, run_dir):
@@ -91,13 +91,3 @@ def test_every_environment_has_a_seed_of_its_own(script, small_args):
     envs.close()
     assert one.shape == (4, 3) and len(np.unique(np.concatenate([one, other]))) == 24
     np.testing.assert_array_equal(one, two)
-
-
-def test_evaluation_has_seeds_of_its_own(script, small_args):
-    """Whatever the environment draws from, an evaluation repeats itself, and each of its episodes is another one."""
-    args = small_args(env_id=probe(script, "GlobalNumbers"), eval_deterministic=False)
-    agent = make_agent(script, obs_size=3, action_size=1)
-    returns = script.evaluate(agent, args, 3)
-    np.testing.assert_array_equal(returns, script.evaluate(agent, args, 3))
-    args.seed = 9
-    assert len({*returns, *script.evaluate(agent, args, 3)}) == 6
