@@ -36,6 +36,7 @@ def others(model_folders, tmp_path):
         "lines.txt": '{"prompt": "soup"}\n{"prompt": "cake"}\n',
     }
     texts |= {"list.jsonl": '[{"prompt": "soup"}]', "plain.jsonl": "how is the soup ?\n"}
+    texts |= {"pretty.txt": '[\n  {\n    "prompt": "soup"\n  }\n]\n', "data.txt": "PAR1\0\0\x15"}
     texts |= {"table.csv": "prompt,answer\nsoup,good\n"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")  # U+2028 ends no line of a file
@@ -65,8 +66,10 @@ BAD = {
     "null": ({"prompts": "HERE/null.jsonl"}, 'null.jsonl, line 2 is not {"prompt": "..."} or {"prompt": [{"role":'),
     "no prompt in it": ({"prompts": "HERE/bad.jsonl"}, "bad.jsonl, line 1 is not"),
     "half a line": ({"prompts": "HERE/cut.jsonl"}, "cut.jsonl, line 2 is not"),
-    "one array": ({"prompts": "HERE/list.jsonl"}, FORMS),
+    "one array": ({"prompts": "HERE/list.jsonl"}, "list.jsonl, line 1 is not"),
     "JSON in .txt": ({"prompts": "HERE/lines.txt"}, FORMS),
+    "indented JSON": ({"prompts": "HERE/pretty.txt"}, FORMS),
+    "no text": ({"prompts": "HERE/data.txt"}, FORMS),
     "text in .jsonl": ({"prompts": "HERE/plain.jsonl"}, FORMS),
     "a table": ({"prompts": "HERE/table.csv"}, FORMS),
     "not UTF-8": ({"prompts": "HERE/latin.txt"}, "--prompts HERE/latin.txt: 'utf-8' codec can't decode byte 0xe9"),
@@ -112,6 +115,7 @@ def test_prompt_files(models, rlhf_args, tmp_path, capsys):
         "plain.txt": "how is the soup ?\nhow is the cake ?",
         "windows.txt": "\ufeffhow is the soup ?\r\nhow is the cake ?\r\n",
         "windows.jsonl": '\ufeff{"prompt": "how is the soup ?"}\r\n{"id": 3, "prompt": "how is the cake ?"}\r\n',
+        "spaced.jsonl": '{ "prompt": "how is the soup ?" }\n{ "prompt": "how is the cake ?" }\n',
     }.items():
         (tmp_path / name).write_bytes(text.encode())
         assert tokens(rlhf_args(prompts=str(tmp_path / name)), *models) == wanted

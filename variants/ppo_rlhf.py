@@ -570,7 +570,8 @@ def read_lines(path):
         text = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")  # -sig: drops a BOM
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {path}: {error}") from None
-    if Path(path).suffix != (".jsonl" if text.lstrip().startswith('{"') else ".txt"):
+    is_json = re.match(r'\s*[\[{]\s*[\[{"]', text)
+    if Path(path).suffix != (".jsonl" if is_json else ".txt") or "\0" in text:
         raise UsageError(f'--prompts {path}: write .txt, a prompt per line, or .jsonl, {{"prompt": "..."}} per line')
     return text.split("\n")  # U+2028 ends no line
 
