@@ -17,6 +17,7 @@ import csv
 import math
 import statistics
 import sys
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def read(source):
 
 
 def main(before, after):
+    warnings.filterwarnings("ignore", "Precision loss")  # scipy, where all seeds have the same return
     sources, before, after = (before, after), read(before), read(after)
     if not before.keys() & after.keys():
         sys.exit("no task has runs of both; without names: of the same script and flags")

@@ -409,7 +409,7 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX and rejax use JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax compiles CartPole too: {int(rejax['steps_per_second']):,}."
+        text += f" rejax runs CartPole itself in JAX: {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
 # What is about actions, observations or memory. All else that has one name has one text.
 OWN = {"Args", "Agent", "VectorMember", "make_envs", "check", "load_agent", "evaluate", "ppo_loss", "train"}
-# This variant has services of its own; the formulas are the same.
-FORMULAS = {"layer_init", "explained_variance"}
+# This variant has services of its own.
+RLHF_SHARES = {"explained_variance", "find_run"}
 VARIANTS = ("variants/ppo_rlhf",)
 
 
@@ -43,7 +43,7 @@ OWN_OF[ATARI, SIM] = OWN | {"Run", "main", "start_device", "average_over_ranks"}
 def shared(one, other):
     """Names that both have, whose text is to be the same."""
     names = definitions(ROOT / f"{one}.py").keys() & definitions(ROOT / f"{other}.py").keys()
-    return names & FORMULAS if other in VARIANTS else names - OWN_OF.get((one, other), OWN)
+    return names & RLHF_SHARES if other in VARIANTS else names - OWN_OF.get((one, other), OWN)
 
 
 @pytest.mark.parametrize("one, other", [*PAIRS, *((SCRIPTS[0], variant) for variant in VARIANTS)])

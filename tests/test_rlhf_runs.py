@@ -72,7 +72,7 @@ def test_trained_actor_loads_with_transformers(trained):
 def test_evaluate(trained, main):
     """Twice the same, nothing changes; the likeliest answers are others than the sampled ones."""
     files = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
-    flags = "--evaluate", trained, "--eval-episodes=30"
+    flags = "--evaluate", "latest", "--runs-dir", trained.parent, "--eval-episodes=30"
     first = main(ppo_rlhf, *flags)
     assert first.returncode == 0 and first == main(ppo_rlhf, *flags)
     assert len(re.findall(" -> it is ", first.stdout)) >= 6
@@ -138,7 +138,7 @@ def test_resumed_equals_uninterrupted(rlhf_args, builtin, monkeypatch, capsys):
     script = os.path.relpath(ppo_rlhf.__file__)
     assert f"to resume: python {script} --resume {half}\n" in capsys.readouterr().out
     assert ppo_rlhf.load_checkpoint(half)["iteration"] == 2 and len(rows(half)) == 3
-    ppo_rlhf.train(resume=half)
+    ppo_rlhf.train(rlhf_args(**changes), resume="latest")
     assert_same_learner(ppo_rlhf.load_checkpoint(half), ppo_rlhf.load_checkpoint(whole))
     one, two = ([{k: v for k, v in row.items() if "second" not in k} for row in rows(path)] for path in (half, whole))
     assert one == two

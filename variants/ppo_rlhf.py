@@ -10,8 +10,8 @@
     python variants/ppo_rlhf.py                         # the built-in task: no download, minutes on one core
     python variants/ppo_rlhf.py --model A --reward-model B --prompts prompts.txt             # Hugging Face models
     python variants/ppo_rlhf.py --model A --reward my_rewards:score --prompts prompts.txt    # a Python function scores
-    python variants/ppo_rlhf.py --resume runs/NAME      # continue a run; repeat --reward if it had one
-    python variants/ppo_rlhf.py --evaluate runs/NAME    # answers of the trained actor, their scores and KL
+    python variants/ppo_rlhf.py --resume runs/NAME      # or --resume latest; repeat --reward if the run had one
+    python variants/ppo_rlhf.py --evaluate runs/NAME    # or latest: answers of the trained actor, scores and KL
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
 As in DeepSpeed-Chat, the actor begins as a copy of the supervised language model (the reference), and the critic as a
@@ -250,8 +250,10 @@ def explained_variance(values, returns):
 def train(args=None, resume=None):
     """Train an actor. Returns it and its run folder, which is None on ranks above 0.
 
-    resume: the run folder to continue. args, if given, replace all settings of that run."""
+    resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
+    if resume:
+        resume = find_run(resume, args.runs_dir if args else "runs")
     args = args or (load_args(resume) if resume else Args())
     device, rank, num_ranks = start_device(args)
     check(args, num_ranks)
@@ -749,6 +751,17 @@ def say(text):
     tqdm.write(text.encode(encoding, "replace").decode(encoding))
 
 
+def find_run(name, runs_dir="runs"):
+    """The path of a run folder. "latest" is this script's run with the newest checkpoint."""
+    if name != "latest":
+        return Path(name).expanduser()
+    paths = Path(runs_dir).expanduser().glob("*/checkpoint.pt")
+    paths = [path for path in paths if path.with_name(Path(__file__).name).exists()]
+    if not paths:
+        raise UsageError(f"no run of {Path(__file__).name} in {runs_dir}: name a run folder, or add --runs-dir")
+    return max(paths, key=os.path.getmtime).parent
+
+
 def load_checkpoint(run_dir):
     """The checkpoint, on the CPU. weights_only: loading runs no code. mmap: tensors are read when they are used."""
     return torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
@@ -807,6 +820,8 @@ def main():
     one_of.add_argument("--evaluate")
     command, words = parser.parse_known_args()
     run_dir = command.resume or command.evaluate
+    if run_dir:
+        run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, load_args(run_dir) if run_dir else Args())  # of that run, unless given here
     if run_dir and args.reward and not any(args.reward in word for word in words):  # its import runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --reward {args.reward}")
