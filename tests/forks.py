@@ -2,14 +2,13 @@
 
 import os
 import socket
-import sys
 import time
 import traceback
 import warnings
 
 
-def fork(function, *arguments, stderr=None):
-    """Call the function in a process of its own, whose messages go to the file stderr. -> its id
+def fork(function, *arguments):
+    """Call the function in a process of its own. -> its id
 
     It ends with what the function returns or exits with (None: 0), and with 1 if the function raises."""
     with warnings.catch_warnings():
@@ -19,8 +18,6 @@ def fork(function, *arguments, stderr=None):
         return child
     status = 1
     try:
-        if stderr:
-            sys.stderr = open(stderr, "w", buffering=1)  # noqa: SIM115, it ends with the process
         status = function(*arguments) or 0
     except SystemExit as exit:
         status = exit.code

@@ -73,8 +73,7 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """At its 300th step it returns NaN in the reward, or an observation of another shape; or it raises, is
-    interrupted, or never returns. "slow" only has a slow first step."""
+    """At its 300th step it returns NaN in the reward, raises, or is interrupted. "slow" only has a slow first step."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
@@ -85,8 +84,6 @@ class Broken(Target):
         self.steps += 1
         if self.steps == 300 and self.where == "reward":
             reward = np.nan
-        if self.steps == 300 and self.where == "shape":
-            obs, terminated = np.zeros(3, np.float32), False
         if self.steps == 300 and self.where == "raise":
             raise RuntimeError("the simulator is lost")
         if self.steps == 300 and self.where == "interrupt":
@@ -218,7 +215,7 @@ register("Chain", Chain)
 register("AlignedChain", Chain, lengths=(8,))
 register("Target", Target)
 register("NanReward", Broken)
-for where in ("shape", "raise", "interrupt", "slow"):
+for where in ("raise", "interrupt", "slow"):
     register(where.title(), Broken, where=where)
 for environment in (Shaped, Integers, OtherTypes, Whole, OneArray):
     register(environment.__name__, environment)

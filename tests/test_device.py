@@ -15,12 +15,12 @@ def test_gpu_of_a_process(monkeypatch, name, environment, device):
     """That of --device cuda:1, or of the process of torchrun, is the current device: graphs would else be recorded on
     the first GPU."""
     script = pytest.importorskip(name)
-    calls = []
+    calls, precisions = [], []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests need the full one
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     assert script.start_device(script.Args(device="cuda:1")) == (torch.device(device), 0, 1)
     assert calls == [torch.device(device)]
     script.start_device(script.Args(device="cpu"))
-    assert len(calls) == 1
+    assert len(calls) == 1 and precisions == ([] if name == "ppo_rlhf" else ["high"])  # TF32 on CUDA, not on a CPU

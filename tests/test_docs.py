@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import re
-import shlex
 import sys
 import textwrap
 
@@ -33,22 +32,6 @@ def test_links_lead_somewhere():
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{page}: {link}"
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, "ppo_atari"])
-def test_commands_have_the_flags_they_use(name, monkeypatch):
-    """Every command line of the script in README, in docs/ and in its docstring parses, torchrun's too."""
-    monkeypatch.syspath_prepend(ROOT / "variants")
-    script = importlib.import_module(name)
-    starts = r"(?:python|torchrun [^\n`]*?)"
-    commands = re.findall(rf"{starts} (?:variants/)?{name}\.py((?! FLAGS)[^\n#&;`]*)", PAGES + script.__doc__)
-    assert len(commands) >= 6
-    for command in commands:
-        if "--help" not in command:
-            words = re.sub(r"--(resume|evaluate) \S+", "", command)  # which main takes out
-            if preset := re.search(r"--preset (\w+)", words):
-                assert preset[1] in script.PRESETS
-            script.parse_args(shlex.split(re.sub(r"--preset \w+", "", words)))
 
 
 def test_commands_of_the_benchmark_parse(tmp_path):

@@ -1,5 +1,5 @@
 """Commands of the scripts, of git and of a few tools in README.md, CONTRIBUTING.md, docs/, recipes/ and the docstrings
-run with a small budget. Tools of the benchmark have separate tests."""
+run with a small budget, or have the flags that they use. Tools of the benchmark have separate tests."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ from conftest import ROOT, SCRIPTS, SMALL, flags_of
 
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/README.md", "ppo_*.py", "variants/*.py"]
 PAGES = [path for pattern in [*PAGES, "benchmark/*.py", "recipes/*.py"] for path in sorted(ROOT.glob(pattern))]
-PROGRAM = r"(?:python|git|cp|diff|patch)"
+PROGRAM = r"(?:python|torchrun|git|cp|diff|patch)"
 # What needs an account, minutes or a package: test_wandb.py, test_video.py, test_suites.py and others test these.
 ELSEWHERE = r"--track|--capture-video|LunarLander|(minigrid|minatar|envpool|process)_envs|popgym|shimmy|brax/"
 
@@ -51,13 +51,15 @@ def commands_of(path):
 
 
 def script_of(command):
-    found = re.match(rf"python (?:variants/)?({'|'.join(BUDGETS)})\.py\b", command)
+    found = re.match(rf"(?:python|torchrun .*?) (?:variants/)?({'|'.join(BUDGETS)})\.py\b", command)
     return found and found[1]
 
 
 SHOWN = {path.relative_to(ROOT).as_posix(): commands_of(path) for path in PAGES}
 COMMANDS = dict.fromkeys(command for commands in SHOWN.values() for command in commands)
-OF_SCRIPTS = [command for command in COMMANDS if script_of(command) and not re.search(ELSEWHERE, command)]
+WITH_SCRIPT = [command for command in COMMANDS if script_of(command)]
+OF_SCRIPTS = [x for x in WITH_SCRIPT if x.startswith("python") and not re.search(ELSEWHERE, x)]
+NOT_RUN = [command for command in WITH_SCRIPT if command not in OF_SCRIPTS]
 OF_A_COPY = [command for command in COMMANDS if re.match(rf"({FOR_A_COPY})\b", command)]
 
 
@@ -97,6 +99,13 @@ def test_command_of_a_script(command, folder, main):
         words.append("--eval-episodes=1")
     finished = main(script, *BUDGETS[name], *words, length)
     assert finished.returncode == 0, f"{pages}: {command}: {finished.stderr}"
+
+
+@pytest.mark.parametrize("command", NOT_RUN)
+def test_flags_of_a_command_that_is_not_run(command, folder):
+    script = pytest.importorskip(script_of(command))
+    words = re.sub(r"--(resume|evaluate|update|preset) \S+| FLAGS", "", command.partition(".py")[2])
+    script.parse_args(shlex.split(words))
 
 
 @pytest.mark.parametrize("page", [page for page in SHOWN if {*SHOWN[page]} & {*OF_A_COPY}])

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 from conftest import ROOT, run
 
-import ppo_continuous
-
 SAME_STEP = gym.vector.AutoresetMode.SAME_STEP
 
 
@@ -57,10 +55,3 @@ def test_training_repeats_itself_and_can_be_evaluated(tmp_path):
     assert runs[0] == runs[1] and len(runs[0]) > 200
     finished = run("ppo_continuous", flags[0], f"--evaluate={run_dir}", "--eval-episodes=2", PYTHONPATH=str(ROOT))
     assert finished.stdout.startswith("returns:"), finished.stderr
-
-
-def test_task_that_is_unknown(tmp_path):
-    pytest.importorskip("envpool")
-    env_id = "benchmark.envpool_envs:EnvPool/NoSuch-v4"
-    with pytest.raises(ValueError, match="Environment `NoSuch` doesn't exist"):
-        ppo_continuous.train(ppo_continuous.Args(env_id=env_id, runs_dir=str(tmp_path)))

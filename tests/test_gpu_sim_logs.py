@@ -61,12 +61,13 @@ def test_times(tmp_path, capsys):
 
 
 def test_policy_std(tmp_path):
-    """The logged figure is the mean standard deviation of the policy that acted."""
+    """The logged figure is the mean standard deviation of the policy that acted. --desired-kl None: a constant rate."""
     args = make_args(tmp_path, init_std=0.7, total_timesteps=160, learning_rate=0.01, desired_kl=None)
     agent, run_dir = script.train(args)
     script.train(dataclasses.replace(args, total_timesteps=320), run_dir)
     logged = [value for _, value in scalars(run_dir)["charts/policy_std"]]
     assert logged == pytest.approx([0.7, agent.std.mean().item()], rel=1e-6) and abs(logged[1] - 0.7) > 0.01
+    assert [rate for _, rate in scalars(run_dir)["charts/learning_rate"]] == pytest.approx([0.01, 0.01])
     _, run_dir = script.train(make_args(tmp_path, "google", env_id="box/Narrow-v0", total_timesteps=160, num_steps=10))
     (std,) = dict(scalars(run_dir)["charts/policy_std"]).values()
     assert 0.3 < std < 1.2 and std != 0.7  # of the new network

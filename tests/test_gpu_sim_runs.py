@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -259,15 +258,6 @@ def test_wrong_input(tmp_path, flags, words, main):
     last = refused.stderr.splitlines()[-1]
     assert last.startswith("ppo_gpu_sim.py: error: ") and words in last
     assert not list(tmp_path.iterdir())
-
-
-def test_commands_with_brax_parse():
-    """test_documented_commands.py runs the others."""
-    text = script.__doc__ + (ROOT / "docs" / "gpu_sim.md").read_text()
-    commands = re.findall(r"python variants/ppo_gpu_sim\.py --env-id brax/(\w+)(?: --update (\w+))?([^\n#&`]*)", text)
-    assert len(commands) >= 3
-    for _, update, words in commands:
-        script.check(script.parse_args(words.split(), script.Args(**script.UPDATES[update or "rsl_rl"])))
 
 
 @pytest.mark.parametrize("critic", [[], ["--critic_hidden_sizes=[24]"]])

@@ -88,18 +88,6 @@ def test_shuffling(tmp_path, unroll_length, norm_adv, watch):
     assert is_normalized(epochs[0]) == (norm_adv == "rollout") and not any(map(is_normalized, advantages))
 
 
-@pytest.mark.parametrize("anneal_lr", [False, True])
-def test_learning_rate(tmp_path, anneal_lr):
-    """Linear from --learning-rate towards 0, or constant: as logged, and as Adam has it in the end."""
-    settings = {"learning_rate": 1e-3, "desired_kl": None, "anneal_lr": anneal_lr}
-    _, run_dir = script.train(make_args(tmp_path, **settings))
-    rates = [value for _, value in scalars(run_dir)["charts/learning_rate"]]
-    expected = [1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3] if anneal_lr else [1e-3] * 5
-    assert rates == pytest.approx(expected)
-    last = script.load_checkpoint(run_dir)["optimizer"]["param_groups"][0]["lr"].item()
-    assert last == pytest.approx(expected[-1])
-
-
 def test_learning_rate_of_desired_kl(tmp_path, monkeypatch):
     """The first minibatch leaves it: its KL is 0 but for rounding, 5e-8 where a network gives the standard deviations
     and compiled code compares them with those of eager code. A resumption goes on from where it was, or from the rate
@@ -249,16 +237,3 @@ def test_matrices_are_aligned(tmp_path, update):
     agent, _ = script.train(make_args(tmp_path, update, env_id=env_id_of(lambda *_: envs), **settings))
     for name, parameter in agent.named_parameters():
         assert parameter.dim() < 2 or parameter.storage_offset() % 4 == 0, name
-
-
-def test_matrix_products_on_cuda(monkeypatch):
-    """TF32 is several times as fast as float32, and exact enough; a CPU keeps float32."""
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    before = torch.get_float32_matmul_precision()
-    try:
-        script.start_device(script.Args(device="cpu"))
-        assert torch.get_float32_matmul_precision() == "highest"
-        script.start_device(script.Args(device="cuda"))
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -6,11 +6,11 @@ import torch
 from conftest import scalars
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 def test_ratio_is_one_in_the_first_minibatch(script, small_args, minibatches):
     """In every iteration, with moving observation statistics, the first minibatch finds the agent that collected it: no
-    ratio leaves the narrowest range of clipping."""
-    close = 1e-5 if script.__name__ == "ppo_rnn" else 1e-6  # other kernels replay
-    script.train(small_args(total_timesteps=640, clip_coef=close))
+    ratio leaves the narrowest range of clipping. test_memory.py has this for ppo_rnn.py."""
+    script.train(small_args(total_timesteps=640, clip_coef=1e-6))
     metrics = [metrics for _, (_, metrics) in minibatches]
     assert len(metrics) == 10 * 2 * 4  # iterations, epochs, minibatches
     assert all(first["clipfrac"] == 0 for first in metrics[::8])

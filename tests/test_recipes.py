@@ -22,7 +22,6 @@ CONTINUOUS = {
     "gsde": ("InvertedPendulum-v4", {"sde_sample_freq": 4}),
     "beta_policy": ("box/Target-v0", {}),
     "privileged_critic": ("recipes/TwoViews-v0", {}),
-    "entropy_schedule": ("InvertedPendulum-v4", {}),
     "image_box": ("recipes/Picture-v0", {"num_steps": 4}),
     "dict_observations_box": ("box/TwoSenses-v0", {"num_steps": 4}),
     "layer_norm": ("InvertedPendulum-v4", {"hidden_sizes": (32, 32)}),
@@ -45,7 +44,7 @@ DISCRETE = {
     "shared_parameters": ("recipes:parallel_env", {"num_envs": 6}),
 }
 RNN = {"images_with_memory": ("recipes/Flash-v0", {"num_steps": 4})}
-ALL_SCRIPTS = ["clip_only_value_loss", "dual_clip", "time_limits_as_ends"]
+ALL_SCRIPTS = ["dual_clip", "time_limits_as_ends"]
 PATCHED = [("ppo_continuous", name) for name in CONTINUOUS] + [("ppo_discrete", name) for name in DISCRETE]
 PATCHED += [("ppo_rnn", "images_with_memory")]
 PATCHED += [(script, name) for name in ALL_SCRIPTS for script in SCRIPTS]
@@ -102,7 +101,7 @@ STACKS = [
     (
         "ppo_continuous",
         "Wanderer-v0",
-        ["time_limits_as_ends", "exact_resume", "evaluate_while_training", "entropy_schedule"],
+        ["time_limits_as_ends", "exact_resume", "evaluate_while_training", "sb3_clip_ranges"],
     ),
 ]
 

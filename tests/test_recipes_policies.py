@@ -60,21 +60,9 @@ def test_squashed_gaussian_has_the_exact_density():
     torch.testing.assert_close(in_units, reference.log_prob(env_action), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(agent.to_env_action(before_tanh).double(), env_action, rtol=0, atol=1e-6)
     assert ((agent.to_env_action(before_tanh) >= low) & (agent.to_env_action(before_tanh) <= high)).all()
-
-
-def test_squashed_gaussian_integrates_to_one():
-    """The density over the action in units of its bounds, by sums over the interval."""
-    agent = shake(make_agent(with_recipes("ppo_continuous", "squashed_gaussian"), low=[-2.0], high=[3.0]))
-    agent.log_std.data.fill_(0.3)
-    before_tanh = torch.linspace(-9, 9, 20001).unsqueeze(-1)
     with torch.no_grad():
-        density = agent.get_action_and_value(torch.ones(20001, 3), before_tanh)[1].exp()
-        entropy = agent.get_action_and_value(torch.ones(20001, 3), before_tanh)[2].mean()
-    env_action = agent.to_env_action(before_tanh).squeeze(-1)
-    assert env_action[0] == pytest.approx(-2, abs=1e-5) and env_action[-1] == pytest.approx(3, abs=1e-5)
-    action = (env_action - 0.5) / 2.5
-    assert torch.trapezoid(density, action) == pytest.approx(1, abs=1e-3)
-    assert torch.trapezoid(-density * density.clamp(min=1e-30).log(), action) == pytest.approx(entropy.item(), abs=0.03)
+        _, log_prob, entropy, _ = agent.get_action_and_value(obs[:1].expand(50_000, 3))
+    assert -log_prob.mean().item() == pytest.approx(entropy.mean().item(), abs=0.03)
 
 
 def test_squashed_gaussian_entropy_pulls_back_from_the_bounds():

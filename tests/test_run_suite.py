@@ -175,7 +175,7 @@ def test_tuned_settings_are_those_of_the_file():
 
 
 def test_suites_without_runs_are_refused():
-    for name in ("seeds", "first_seed", "jobs"):
+    for name in ("seeds", "first_seed", "jobs", "eval_episodes"):
         with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
             suites.make_jobs(suites.Args("classic", **{name: 0}))
 

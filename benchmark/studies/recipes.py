@@ -34,9 +34,7 @@ CASES = dict.fromkeys(
     ("ppo_continuous", "--env-id HalfCheetah-v4", ""),
 )
 CASES["gsde"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--sde-sample-freq 4")
-CASES["entropy_schedule"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--ent-coef 0.01 --ent-coef-final 0")
 CASES["layer_norm"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --hidden-sizes 256 256", "")
-CASES["clip_only_value_loss"] = ("ppo_continuous", "--env-id HalfCheetah-v4 --clip-vloss", "")
 CASES["sb3_clip_ranges"] = ("ppo_continuous", "--env-id HalfCheetah-v4", "--clip-range-vf 0.2 --anneal-clip")
 CASES["symmetry_loss"] = ("ppo_continuous", "--env-id Walker2d-v5", "")
 SPARSE = "--env-id benchmark.sparse_envs:DeepSea20-v0 --total-timesteps 100000 --no-norm-reward --norm-adv"
