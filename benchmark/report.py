@@ -284,20 +284,17 @@ def suite_table(name):
                 peers.setdefault(peer, {})[env_id] = tasks[env_id]
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["steps/s"] * (name == "breadth")
-    lines, scores, names = [], [], []
+    lines, scores = [], {}
     for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
-        evaluations = [float(row["evaluation"]) for row in rows if row["evaluation"]]
         unit = np.abs(values).max()
         task = re.sub(".*[:/]", "", env_id)
         if not name.startswith("mujoco") or settings:
             task += f", `{script}.py{' ' * bool(settings)}{settings}`"
-        if (episodes := min(int(row["episodes"]) for row in rows)) < 100:
-            task += f" (of {episodes} episodes)"
         cells = [task, f"{int(steps):,}", number(values.mean(), unit)]
         cells += [f"{number(low, unit)} to {number(high, unit)}" if len(values) > 1 else "", len(values)]
-        cells += [number(np.mean(evaluations), unit) if len(evaluations) == len(values) else ""]
+        cells += [number(mean_return(rows, "evaluation"), unit)]
         if name == "breadth":
             cells.append(f"{statistics.median(int(steps) / float(row['seconds']) for row in rows):,.0f}")
         cells += [peer_cell(tasks[env_id], unit) if env_id in tasks else "" for tasks in peers.values()]
@@ -307,22 +304,20 @@ def suite_table(name):
             if row and not 0.95 < int(steps) / int(row["steps"]) < 1.05:  # one has had more than the other
                 cells[-1] += f" at {int(row['steps']):,}"
         lines.append(cells)
-        whole_run = 0.95 < int(steps) / float(published.get((env_id, "highest"), {"steps": "inf"})["steps"]) < 1.05
-        if not settings and whole_run and env_id in random:
+        if name == "mujoco":  # headline() refuses several settings of a task
             highest = float(published[env_id, "highest"]["mean_return"])
-            scores.append((values - random[env_id]) / (highest - random[env_id]))
-            names.append(task)
+            scores[task] = (values - random[env_id]) / (highest - random[env_id])
     lines = table([*columns, *(f"{PEERS[peer]} (evaluated; seeds)" for peer in peers), *headers.values()], lines)
-    if name == "mujoco" and scores:
-        low, high = bootstrap_interval(scores, interquartile_mean)
-        means = [score.mean() for score in scores]
+    if scores:
+        low, high = bootstrap_interval([*scores.values()], interquartile_mean)
+        means = {task: score.mean() for task, score in scores.items()}
+        lowest = min(means, key=means.get)
         text = "On a scale from random actions (0) to the highest PPO figure found (1), the lowest task is"
-        text += f" {names[np.argmin(means)]} with {min(means):.2f}. The interquartile mean uses the middle half of all"
-        text += f" runs. It is {interquartile_mean(scores):.2f}"
+        text += f" {lowest} with {means[lowest]:.2f}. The interquartile mean uses the middle half of all runs. It is"
+        text += f" {interquartile_mean([*scores.values()]):.2f}"
         lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
-    versions = ", ".join(dict.fromkeys(row["versions"] for rows in suite.values() for row in rows))
     files = ", ".join(f"benchmark/results/{path.name}" for path in files_of(name))
-    return lines + ["", f"Measured with {versions}; single runs: {files}."]
+    return lines + ["", f"Single runs, with the versions of packages: {files}."]
 
 
 def breadth_table():
@@ -346,8 +341,7 @@ def breadth_table():
         if ours:
             lines.append([name, len(ours), *cells])
     columns = ["suite", "tasks", *list(PEERS.values())[:2], "highest PPO found"]
-    shown = [i for i in range(len(columns)) if any(cells[i] != "" for cells in lines)]  # a column without figures goes
-    return table([columns[i] for i in shown], [[cells[i] for i in shown] for cells in lines])
+    return table(columns, lines)
 
 
 def speed_table():
@@ -355,7 +349,6 @@ def speed_table():
     rows = {(row["case"], row["contestant"]): row for row in read_csv(RESULTS / "speed.csv")}
     others = {"SB3, sb3-contrib": ("SB3", "sb3-contrib")}
     others |= {name: (name,) for name in ("CleanRL", "LeanRL", "SBX", "rejax")}
-    others = {title: names for title, names in others.items() if any(name in names for _, name in rows)}
     columns = ["script, task, environments x steps", "steps/s", "startup", "first startup on a machine"]
     columns += [*others, "of simulators alone"]
     lines = []
@@ -370,12 +363,7 @@ def speed_table():
             cells.append(f"{float(ratios[0]):.1f} x" if ratios else "")
         alone = rows.get((case, "simulator"))
         lines.append([*cells, f"{float(alone['ratio']):.0%}" if alone else ""])
-    versions = []
-    for row in rows.values():
-        peer = row["contestant"] in ("CleanRL", "LeanRL")  # which need packages of their own
-        versions.append(f"{row['contestant']} with {row['versions']}" if peer else row["versions"])
-    versions = ", ".join(dict.fromkeys(versions))
-    return [*table(columns, lines), "", f"Measured with {versions}; `python benchmark/speed.py`."]
+    return [*table(columns, lines), "", "All figures, with the versions of packages: benchmark/results/speed.csv."]
 
 
 def headline():
