@@ -20,19 +20,20 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 5. Box: the policy's -1 and 1 map to the bounds of the action space, where both are finite. The environment gets clipped
    actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-7. Actor and critic share the memory. Its state carries over between rollouts, and is zero when an episode starts. The
-   critic values the final observation of a truncated episode with the state after its last step.
+7. The memory's state carries over between rollouts, and is zero when an episode starts. The critic values the final
+   observation of a truncated episode with the state after its last step.
 8. A minibatch contains all T steps of n environments. The update replays them in order, from the state stored at the
    rollout's start. The gradient stops at the start of the episode or of the rollout.
 None of the items above is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights,
 --norm-adv, --clip-vloss and --recompute-advantages.
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = memory_size (input of actor and
-critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). Actions: K = dimensions, A = sum of their choices
-(Discrete) or K (Box, which has no masks). E = number of truncations in a rollout.
+critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). K = action dimensions, A = outputs of the actor: the sum
+of the choices (Discrete) or K (Box, whose masks have no columns). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
-episode_starts[t]: an episode starts at obs[t]. Row 0 is always False: first_state is 0 where obs[0] starts an episode.
+episode_starts[t]: an episode starts at obs[t], so the memory is zeroed before it. Row 0 is always False: where obs[0]
+starts an episode, first_state is zero already.
 """
 
 import argparse
@@ -86,7 +87,7 @@ class Args:  # the comments are what --help prints
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, clip to +-10
     # --- PPO
-    hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units per layer, in actor and critic each: --hidden-sizes 64 64
+    hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units per layer after the memory, actor and critic each
     cell: Literal["lstm", "gru"] = "lstm"  # kind of memory; on a CPU, lstm updates several times faster than gru
     memory_size: int = 128  # units of the memory (H)
     log_std_init: float = -0.5  # Box: initial log of the policy's standard deviation
@@ -107,7 +108,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All others but total_timesteps equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     hidden_sizes=(), norm_obs=False, norm_reward=False, recompute_advantages=False, clip_coef=0.1, clip_vloss=True,
 )}  # fmt: skip
@@ -156,25 +157,26 @@ def mlp(input_size, hidden_sizes, output_size, gain):
 
 class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is a row of S numbers: the hidden state (GRU, S = H), or hidden and
-    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts. To replace it, write a class with
-    state_size, step (which returns a new state) and replay, which may be a loop over t:
-        features[t], state = self.step(obs[t], state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0))"""
+    cell state side by side (LSTM, S = 2 H). It is zero when an episode starts.
+
+    To replace it, write a class with state_size, step and replay. step must leave the given state as it is, and give H
+    features. replay may call step for each t, after state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0), and stack
+    the features. There may be no dropout, and every parameter must affect the loss."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
         self.is_lstm = cell == "lstm"
         self.hidden_size, self.state_size = hidden_size, hidden_size * (2 if self.is_lstm else 1)
         self.cell = (nn.LSTMCell if self.is_lstm else nn.GRUCell)(input_size, hidden_size)
-        for name, parameter in self.cell.named_parameters():
-            if "weight" in name:
-                nn.init.orthogonal_(parameter)
-            else:
-                nn.init.zeros_(parameter)
-        # Has no weights of its own: `replay` calls it with the cell's. The list keeps it out of state_dict.
+        for weight in (self.cell.weight_ih, self.cell.weight_hh):
+            nn.init.orthogonal_(weight)
+        for bias in (self.cell.bias_ih, self.cell.bias_hh):
+            nn.init.zeros_(bias)
+        # PyTorch's kernel for whole sequences. `replay` lends it the cell's weights. In a list it is no submodule.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
-        """One step: obs (..., D), state (..., S) -> features (..., H), next state (..., S)"""
+        """One step: obs (D,) or (N, D), state (S,) or (N, S) -> features (..., H), next state (..., S)"""
         if self.is_lstm:
             hidden, cell = self.cell(obs, state.chunk(2, -1))
             return hidden, torch.cat([hidden, cell], -1)
@@ -187,28 +189,26 @@ class Memory(nn.Module):
 
         The kernel cannot zero a state in the middle of a sequence. So a reset row goes before each start. After it the
         state is exactly 0. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ...
-        All rows get an extra input: 1 in reset rows, 0 in others. Its weights of -1e9 close the gates: sigmoid(-1e9) is
-        exactly 0, and so is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
+        All rows get an extra input: 1 in reset rows, 0 in others. The extra input's weights, -1e9, close the gates:
+        sigmoid(-1e9) is exactly 0, and so is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
-        rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)  # (T, n): t + starts so far
+        # (T, n): where obs[t] goes, which is t plus one reset row for each start so far
+        rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)
         columns = torch.arange(n, device=obs.device)
         x = obs.new_zeros(int(rows[-1].max()) + 1, n, obs.shape[-1] + 1)
         x[..., -1] = 1.0  # a reset row, unless the next line puts an observation here; rows left over are not read
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
         # Clones, because cuDNN moves its weights in memory: the parameters would leave flat_parameters (see train).
-        weight_ih, weight_hh, bias_ih, bias_hh = (weight.clone() for weight in self.cell.parameters())
-        closed = bias_ih.new_full((self.hidden_size,), -1e9)
+        weights = {f"{name}_l0": weight.clone() for name, weight in self.cell.named_parameters()}
+        reset_weights = torch.full_like(self.cell.bias_ih, -1e9)
         if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
-            zeros = torch.zeros_like(closed)
-            reset_weights = [closed, closed, zeros, zeros]  # order: input, forget, candidate, output
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
-        else:  # hidden = update * hidden + (1 - update) * candidate
-            # Order: reset, update, candidate. The last block cancels the candidate's input bias, so tanh gets 0.
-            reset_weights = [closed, closed, -bias_ih[2 * self.hidden_size :]]
+        else:  # hidden = update * hidden + (1 - update) * candidate; in a reset row, candidate = tanh(bias - bias + 0)
+            candidate_bias = self.cell.bias_ih[2 * self.hidden_size :]  # after the biases of reset and update
+            reset_weights = torch.cat([reset_weights[: 2 * self.hidden_size], -candidate_bias])
             state = state.unsqueeze(0).contiguous()
-        weight_ih = torch.cat([weight_ih, torch.cat(reset_weights).unsqueeze(1)], 1)
-        weights = {"weight_ih_l0": weight_ih, "weight_hh_l0": weight_hh, "bias_ih_l0": bias_ih, "bias_hh_l0": bias_hh}
+        weights["weight_ih_l0"] = torch.cat([weights["weight_ih_l0"], reset_weights.unsqueeze(1)], 1)
         outputs, _ = functional_call(self.kernel[0], weights, (x, state))
         return outputs[rows, columns]
 
@@ -292,7 +292,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """raw_obs, flat, (D,) or (N, D), the state from the last call (None at an episode's start) and mask(s), (A,) or
-        (N, A) -> action(s) for the environment, numpy, and the next state. Zero its rows where an episode has ended."""
+        (N, A) -> action(s) for the environment, numpy, and the next state. Zero its row when an episode ends."""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
@@ -346,26 +346,18 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 @torch.no_grad()
-def replay_rollout(memory, all_obs, episode_starts, first_state, final_obs, final_states):
-    """Features of obs (T, N, H), last_obs (N, H) and final_obs (E, H), with the present weights of the memory.
-    estimate_advantages takes them in place of observations.
+def estimate_advantages(agent, rollout, rewards, terminations, truncations, gamma, gae_lambda):
+    """values, advantages, returns (T, N) of a rollout, with the current weights.
 
-    all_obs (T + 1, N, D) contains last_obs too. first_state (N, S) is the state before the rollout, final_states (E, S)
-    are those after the last steps of the truncated episodes. Later epochs reuse both, as older weights left them."""
-    features = memory.replay(all_obs, episode_starts, first_state)
-    return features[:-1], features[-1], memory.step(final_obs, final_states)[0]
-
-
-@torch.no_grad()
-def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, truncations, gamma, gae_lambda):
-    """values, advantages, returns (T, N) of a rollout, with the current critic.
-
-    obs (T, N, ...). last_obs (N, ...) follows the last step. final_obs (E, ...) are the final observations of the E
-    truncated episodes, in the order of truncations.nonzero()."""
-    values = agent.get_value(obs)  # (T, N)
-    next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
+    rollout: the observations and, as row T, those after the last step (T + 1, N, D), episode_starts (T + 1, N), and the
+    state before them (N, S). Of the E truncated episodes, in the order of truncations.nonzero(): the final observations
+    (E, D) and the states after their last steps (E, S). Later epochs keep both states, which older weights gave."""
+    all_obs, episode_starts, first_state, final_obs, final_states = rollout
+    all_values = agent.get_value(agent.memory.replay(all_obs, episode_starts, first_state))  # (T + 1, N)
+    values, next_values = all_values[:-1], all_values[1:].clone()
     # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: 0, see compute_gae.
-    next_values[truncations] = agent.get_value(final_obs)
+    final_features, _ = agent.memory.step(final_obs, final_states)
+    next_values[truncations] = agent.get_value(final_features)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
 
@@ -427,7 +419,7 @@ def train(args=None, resume=None):
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more would not help such small networks
-        torch.backends.cudnn.allow_tf32 = False  # rounding would keep a GRU's reset row from giving exactly 0
+        torch.backends.cudnn.allow_tf32 = False  # `replay` must compute what `act` computed, in full precision
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
@@ -459,8 +451,8 @@ def train(args=None, resume=None):
 
         def compute_gradient(mb_state, mb_starts, mb_obs, *loss_inputs):
             """state (n, S), tensors (T, n, ...) -> gradient of ppo_loss as one vector, clipped, and metrics"""
-            features = agent.memory.replay(mb_obs, mb_starts, mb_state)  # not compiled: its number of rows varies
-            loss, metrics = loss_function(agent, args, features, *loss_inputs)
+            features = agent.memory.replay(mb_obs, mb_starts, mb_state)  # not compiled: the number of rows varies
+            loss, metrics = compiled_loss(agent, args, features, *loss_inputs)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
             if args.max_grad_norm > 0:  # as clip_grad_norm_; a float64 norm cannot overflow
@@ -468,13 +460,13 @@ def train(args=None, resume=None):
             return gradient, metrics
 
         # To change args.ent_coef or another number during the run, see `compiled`.
-        act, loss_function = compiled(act, args), compiled(ppo_loss, args)
+        act, compiled_loss = compiled(act, args), compiled(ppo_loss, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
         obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
-        actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # as the policy counts, from 0
-        if not agent.is_discrete:
-            actions = torch.zeros(T, N, agent.action_low.numel(), device=device)  # not clipped
+        K = len(agent.sizes) if agent.is_discrete else agent.action_low.numel()
+        actions_dtype = torch.int64 if agent.is_discrete else torch.float32
+        actions = torch.zeros(T, N, K, dtype=actions_dtype, device=device)  # Discrete: from 0; Box: not clipped
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
         state = torch.zeros(N, agent.memory.state_size, device=device)
@@ -491,11 +483,12 @@ def train(args=None, resume=None):
 
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs, final_states = [], [], []
-            first_state = state  # `act` returns a new tensor, so this one does not change
+            first_state = state  # not changed below: `act` returns a new tensor, and only that one is zeroed
             for t in range(T):
                 raw_obs[t] = next_obs
                 step_obs = torch.from_numpy(next_obs).to(device)
-                action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
+                has_masks = agent.is_discrete and "action_mask" in infos
+                action_masks[t] = read_masks(infos, agent.sizes).to(device) if has_masks else True
                 obs[t], actions[t], log_probs[t], env_actions, state = act(step_obs, action_masks[t], state)
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
@@ -513,7 +506,7 @@ def train(args=None, resume=None):
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                 episode_returns[episode_over], episode_lengths[episode_over] = 0, 0
-                state[episode_over] = 0.0  # the next episode starts without memory
+                state[episode_over] = 0.0
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -526,10 +519,10 @@ def train(args=None, resume=None):
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
             final_states = torch.cat([state[:0], *final_states])  # (E, S); state[:0]: cat needs at least one tensor
-            replay_args = torch.cat([obs, last_obs.unsqueeze(0)]), episode_starts, first_state, final_obs, final_states
+            all_obs = torch.cat([obs, last_obs.unsqueeze(0)])  # (T + 1, N, D)
+            rollout = (all_obs, episode_starts, first_state, final_obs, final_states)
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
-            features = replay_rollout(agent.memory, *replay_args)
-            values, advantages, returns = estimate_advantages(agent, *features, *gae_args)  # (T, N)
+            values, advantages, returns = estimate_advantages(agent, rollout, *gae_args)  # (T, N)
             # Measured before the critic learns from these returns.
             scalars = {"losses/explained_variance": explained_variance(values, returns)}
             if args.norm_obs:  # for the next rollout; this one is normalized already
@@ -539,8 +532,7 @@ def train(args=None, resume=None):
             all_metrics, stop_update = [], False
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
-                    features = replay_rollout(agent.memory, *replay_args)
-                    values, advantages, returns = estimate_advantages(agent, *features, *gae_args)
+                    values, advantages, returns = estimate_advantages(agent, rollout, *gae_args)
                 tensors = (episode_starts[:T], obs, actions, action_masks, log_probs, values, advantages, returns)
                 for columns in torch.randperm(N).to(device).split(N // args.num_minibatches):  # n whole environments
                     minibatch = [x[:, columns] for x in tensors]  # (T, n, ...)
@@ -704,7 +696,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, but not the bounds
+            for name, x in agent.named_buffers(recurse=False):  # load_state_dict checks the shapes, but not the bounds
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
@@ -823,7 +815,7 @@ def load_args(run_dir):
 def load_agent(run_dir):
     """The trained agent of a run folder: action, state = load_agent("runs/NAME").predict(obs, state)."""
     state = load_checkpoint(run_dir)["agent"]
-    actions = {name: array for name, array in state.items() if name.startswith("action_")}
+    actions = {name: array for name, array in state.items() if name.startswith("action_") and "." not in name}
     agent = Agent(state["obs_rms.mean"].shape, actions, load_args(run_dir))
     agent.load_state_dict(state)
     return agent

@@ -116,7 +116,7 @@ def minibatches(script, watch):
 @pytest.fixture
 def rollouts(script, watch):
     """From now on, what each estimate of advantages begins with: (agent, obs, last_obs, final_obs, ...), a result."""
-    return watch(script, "replay_rollout" if script.__name__ == "ppo_rnn" else "estimate_advantages")
+    return watch(script, "estimate_advantages")
 
 
 @pytest.fixture

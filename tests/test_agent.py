@@ -68,3 +68,20 @@ def test_loaded_agent_acts_as_the_trained_one(script, small_args):
     np.testing.assert_allclose(act(loaded, raw_obs[0]), act(agent, raw_obs)[0], rtol=1e-5)
     space = gym.make(probe(script)).action_space
     assert all(space.contains(action) for action in act(loaded, raw_obs * 1e6))
+
+
+def test_module_of_a_user_whose_name_begins_like_the_bounds(script, small_args, monkeypatch):
+    """`action_rms` is no bound of the action space: a resumed run and load_agent take it like any other module."""
+
+    class Agent(script.Agent):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.action_rms = script.RunningMeanStd(())
+
+    monkeypatch.setattr(script, "Agent", Agent)
+    _, run_dir = script.train(small_args(total_timesteps=64))
+    checkpoint = torch.load(run_dir / "checkpoint.pt")
+    checkpoint["agent"]["action_rms.count"] += 1
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    script.train(small_args(total_timesteps=128), run_dir)
+    assert script.load_agent(run_dir).action_rms.count == 1

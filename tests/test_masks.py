@@ -117,3 +117,22 @@ def test_masks_of_some_environments_only(script, small_args, minibatches):
     for (_, _, mb_obs, _, mb_masks, *_), _ in minibatches:
         assert torch.equal(mb_masks, mb_obs.bool())
         assert mb_masks.all(-1).any() and not mb_masks.all(-1).all()
+
+
+class BoxWithMask(probes.Target):
+    """Box actions, for which a mask has no meaning."""
+
+    def __init__(self):
+        super().__init__(discrete=False)
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], {"action_mask": np.ones(2, np.int8)}
+
+
+gym.register("masks/Box-v0", BoxWithMask)
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+def test_mask_of_box_actions_is_ignored(script, small_args):
+    agent, run_dir = script.train(small_args(env_id="masks/Box-v0", total_timesteps=64))
+    assert len(script.evaluate(agent, script.load_args(run_dir), 1)) == 1

@@ -111,7 +111,8 @@ def test_initialisation_of_the_memory():
 
 @BOTH_CELLS
 def test_replay_of_a_rollout_with_its_ends(cell):
-    """Features of observations, last and final observations, against a loop that steps aside for every final one."""
+    """Values of observations and final observations, against a loop that steps aside for every final one. With lambda 0
+    and no rewards an advantage is gamma * (value of what follows) - value."""
     agent = make_agent(cell=cell)
     truncations = STARTS["often"]
     ended = truncations | STARTS["seldom"]
@@ -126,8 +127,14 @@ def test_replay_of_a_rollout_with_its_ends(cell):
         for column in truncations[t].nonzero().flatten() if t < T else ():
             final_states.append(state[column])
             finals.append(agent.memory.step(final_obs[len(finals)][None], state[column][None])[0][0])
-    found = script.replay_rollout(agent.memory, obs, starts, first, final_obs, torch.stack(final_states))
-    for one, two in zip(found, (torch.stack(features[:-1]), features[-1], torch.stack(finals))):
+    with torch.no_grad():
+        values, final_values = agent.get_value(torch.stack(features)), agent.get_value(torch.stack(finals))
+    next_values = values[1:].masked_fill(ended & ~truncations, 0.0)
+    next_values[truncations] = final_values
+    rollout = obs, starts, first, final_obs, torch.stack(final_states)
+    found = script.estimate_advantages(agent, rollout, torch.zeros(T, n), ended & ~truncations, truncations, 0.9, 0.0)
+    expected = values[:-1], 0.9 * next_values - values[:-1]
+    for one, two in zip(found, expected):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 

@@ -97,7 +97,8 @@ def test_statistics_and_what_they_normalise(script, small_args, rollouts):
     for i, ((_, obs, *rest), _) in enumerate(rollouts):
         last_obs, final_obs = rest[:2]
         if script.__name__ == "ppo_rnn":  # one tensor holds obs and last_obs
-            obs, last_obs, final_obs = obs[:-1], obs[-1], rest[2]
+            (*obs, last_obs), _, _, final_obs, _ = obs
+            obs = torch.stack(obs)
         rms = statistics_of_sb3(raw[: 12 * i])
         expected = lambda x, rms=rms: np.clip((x - rms.mean) / np.sqrt(rms.var + 1e-8), -10, 10)  # noqa: E731
         assert len(np.unique(obs.reshape(48, 16), axis=0)) == 8

@@ -52,11 +52,11 @@ def test_images_with_memory(tmp_path, watch):
     script = with_recipes("ppo_rnn", "images_with_memory")
     changes = {"num_envs": 16, "num_steps": 8, "total_timesteps": 3840, "num_minibatches": 2, "update_epochs": 4}
     changes |= {"memory_size": 32, "learning_rate": 1e-3, "env_id": "recipes/Flash-v0"}
-    minibatches = watch(script, "replay_rollout")
+    rollouts = watch(script, "estimate_advantages")
     args = script.Args(**SMALL | changes, runs_dir=str(tmp_path))
     agent, run_dir = script.train(args)
     assert script.evaluate(script.load_agent(run_dir), args, 20).mean() > 0.9
-    images = minibatches[0][0][1]
+    images = rollouts[0][0][1][0]
     assert (
         images.dtype == torch.uint8 and images.shape == (9, 16, 3, 36, 40) and 0.2 < images.float().mean() / 255 < 0.3
     )

@@ -751,7 +751,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers():  # load_state_dict checks the shapes, but not the bounds
+            for name, x in agent.named_buffers(recurse=False):  # load_state_dict checks the shapes, but not the bounds
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
