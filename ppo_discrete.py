@@ -531,8 +531,7 @@ def make_envs(args, num_envs):
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
-    if isinstance(envs.single_action_space, gym.spaces.Box):
-        raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_continuous.py, or a wrapper")
+    choices(envs.single_action_space)  # rejects others
     return envs
 
 
@@ -540,8 +539,10 @@ def choices(space):
     """Choices in each action dimension, and what the environment calls choice 0"""
     if isinstance(space, gym.spaces.MultiBinary):
         return np.full(space.shape, 2), np.zeros(space.shape, space.dtype)
-    sizes = space.n if isinstance(space, gym.spaces.Discrete) else space.nvec
-    return sizes, space.start
+    if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        sizes = space.n if isinstance(space, gym.spaces.Discrete) else space.nvec
+        return sizes, space.start
+    raise UsageError(f"actions {space}: Discrete, MultiDiscrete or MultiBinary is needed. Box: ppo_continuous.py")
 
 
 def read_masks(infos, sizes):

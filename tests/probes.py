@@ -141,6 +141,14 @@ class OtherTypes(Target):
         return self.target > 0, 1.0, True, False, {}
 
 
+class Pair(Target):
+    """Two actions at once, in a Tuple."""
+
+    def __init__(self, discrete):
+        super().__init__(discrete)
+        self.action_space = gym.spaces.Tuple([self.action_space] * 2)
+
+
 class Whole(Target):
     """Box actions that are integers."""
 
@@ -217,6 +225,6 @@ register("Target", Target)
 register("NanReward", Broken)
 for where in ("raise", "interrupt", "slow"):
     register(where.title(), Broken, where=where)
-for environment in (Shaped, Integers, OtherTypes, Whole, OneArray):
+for environment in (Shaped, Integers, OtherTypes, Pair, Whole, OneArray):
     register(environment.__name__, environment)
 gym.register("masks/Masked-v0", Masked)

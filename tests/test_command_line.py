@@ -66,6 +66,7 @@ BAD = {  # in one script, which stands for all
     "several choices": ({"env_id": "discrete/Target-v0"}, "use ppo_discrete.py"),
 }
 EACH = {"unknown environment": ({"env_id": "NoSuchEnv-v0"}, "Environment `NoSuchEnv` doesn't exist")}
+EACH |= {"a Tuple of actions": ({"env_id": "box/Pair-v0"}, "Tuple(")}
 EACH |= {"too short": ({"total_timesteps": 63}, "--total-timesteps must be at least num_envs * num_steps = 64")}
 BATCH = "must divide num_envs * num_steps = 64: choose one of [1, 2, 4, 8, 16, 32, 64]"
 CUT = EACH | {"indivisible batch": ({"num_minibatches": 7}, BATCH)}
@@ -73,7 +74,7 @@ WHOLE = {"integers in a Box": ({"env_id": "box/Whole-v0"}, "Box(0, 9, (2,), int6
 OTHER = {"wrong action space": ({"env_id": "CartPole-v1"}, "CartPole-v1 has actions Discrete(2): use ppo_disc")}
 BAD_FOR = {
     "ppo_continuous": BAD | CUT | WHOLE | OTHER,
-    "ppo_discrete": CUT | {"wrong action space": ({"env_id": "Pendulum-v1"}, "use ppo_continuous.py")},
+    "ppo_discrete": CUT | {"wrong action space": ({"env_id": "Pendulum-v1"}, "Box: ppo_continuous.py")},
     "ppo_rnn": {
         "columns that cannot be cut": (
             {"num_minibatches": 8, "num_steps": 32},
