@@ -73,7 +73,8 @@ def mean_return(rows, field="last_100_mean"):
 
 def number(value, unit):
     """Text of a figure, with the digits that a figure of the size of `unit` has."""
-    return f"{float(value):,.{0 if abs(unit) >= 500 else 1 if abs(unit) >= 2 else 2}f}"
+    digits = 0 if abs(unit) >= 500 else 1 if abs(unit) >= 2 else 2
+    return f"{round(float(value), digits) + 0.0:,.{digits}f}"  # + 0.0: no -0.0
 
 
 def table(columns, rows):
