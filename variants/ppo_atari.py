@@ -22,14 +22,14 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games follow the protocol of OpenAI's baselines, as ale-py's vector has it: no sticky actions, FIRE and up to
-   29 no-ops at the start, frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life
+   28 no-ops at the start, frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life
    counts as a termination, but the game goes on, and nothing presses FIRE: the policy must. Logs count whole games.
    Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
-The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
-5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
+The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1, 5
+and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
-Shapes: T = num_steps, N = num_envs / ranks, B = T * N (batch), M = B / num_minibatches, D = shape of an image,
+Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (batch), M = T * N / num_minibatches, D = image shape,
 K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
@@ -139,11 +139,11 @@ class NatureCNN(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic: two linear layers on one Nature CNN."""
+    """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
+    images (..., D) into features (..., 512)."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
-        self.args = args
         self.register_buffer("action_sizes", torch.as_tensor(action_sizes))  # choices in each dimension of an action
         self.register_buffer("action_start", torch.as_tensor(action_start))  # what the environment calls choice 0
         self.sizes = self.action_sizes.flatten().tolist()  # the same as a list of length K; its sum is A
@@ -282,19 +282,19 @@ def train(args=None, resume=None):
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
-    B, M = T * N, T * N // args.num_minibatches
-    num_iterations = args.total_timesteps // (T * args.num_envs)
+    B, M = T * args.num_envs, T * N // args.num_minibatches
+    num_iterations = args.total_timesteps // B
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # two: 1.5 times as fast if both cores are idle, a third as fast if one is busy
+        torch.set_num_threads(1)  # two threads: 1.5 times as fast on idle cores, a third as fast if one is busy
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
-        run = Run(args, num_iterations * T * args.num_envs, cleanup, resume, rank)
+        run = Run(args, num_iterations * B, cleanup, resume, rank)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and every resumed run gets other seeds. noise_seed is for networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
+        next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -336,14 +336,14 @@ def train(args=None, resume=None):
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
         frame_numbers = np.zeros(N, dtype=int)  # of each game so far, from ale-py
 
-        for iteration in range(math.ceil(global_step / (T * args.num_envs)) + 1, num_iterations + 1):
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
             for t in range(T):
-                obs[t].copy_(torch.from_numpy(next_obs), non_blocking=True)  # does not wait for the GPU
+                obs[t].copy_(torch.from_numpy(next_obs), non_blocking=True)  # need not wait for the copy
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
@@ -356,7 +356,7 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 episode_over = terminated | truncated
                 if "episode_frame_number" in infos:  # Atari, where a lost life is `terminated` too
-                    episode_over = infos["episode_frame_number"] < frame_numbers  # a new game counts its frames anew
+                    episode_over &= infos["episode_frame_number"] < frame_numbers  # a new game counts its frames anew
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(episode_over):
                     final_info = infos.get("final_info", {})
@@ -383,7 +383,7 @@ def train(args=None, resume=None):
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
-                permutation = torch.randperm(B).to(device)
+                permutation = torch.randperm(T * N).to(device)
                 tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
                 b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
                 for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
@@ -438,7 +438,7 @@ def start_device(args):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN: faster, with a precision of 10 bits
+        torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN: faster, mantissas of 10 bits
         torch.backends.cudnn.deterministic = args.torch_deterministic
     if not dist.is_torchelastic_launched():
         return device, 0, 1
@@ -456,16 +456,17 @@ def average_over_ranks(gradient, metrics):
     if dist.is_initialized():
         dist.all_reduce(message)
         message /= dist.get_world_size()
-    return message[: -len(metrics)], dict(zip(metrics, message[-len(metrics) :].clone()))
+    gradient, means = message.split([len(gradient), len(metrics)])
+    return gradient, dict(zip(metrics, means.clone()))  # clone: else the metrics would keep the gradient in memory
 
 
 def gather_from_ranks(episodes):
     """The episodes of all ranks, in the order of their steps."""
-    lists = [episodes]
-    if dist.is_initialized():
-        lists *= dist.get_world_size()
-        dist.all_gather_object(lists, episodes)
-    return sorted((episode for part in lists for episode in part), key=lambda episode: episode["step"])
+    if not dist.is_initialized():
+        return episodes
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, episodes)
+    return sorted((x for part in lists for x in part), key=lambda episode: episode["step"])
 
 
 def compiled(function, args):
@@ -473,9 +474,11 @@ def compiled(function, args):
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
+    # fallback_random: draw as eager mode does. vec_isa_ok: skip a self-test.
+    options = {"fallback_random": True, "cpp.vec_isa_ok": True}
+    # Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
-    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
+    options |= {"cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
@@ -520,8 +523,6 @@ def make_env(args, **kwargs):
     space = env.observation_space
     if isinstance(env.unwrapped, ale_py.AtariEnv) and space == env.unwrapped.observation_space:  # without the protocol
         raise UsageError(f"{args.env_id}: use the id ALE/NAME-v5")
-    if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
-        raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     return env
 
 
@@ -541,6 +542,9 @@ def make_envs(args, num_envs):
         if "ALE/" in args.env_id:
             raise UsageError(f"{args.env_id}, --env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
+    space = envs.single_observation_space
+    if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
+        raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     choices(envs.single_action_space)  # rejects others
     return envs
 

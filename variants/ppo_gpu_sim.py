@@ -590,11 +590,11 @@ def average_over_ranks(x):
 
 def gather_from_ranks(episodes):
     """The episodes of all ranks, in the order of their steps."""
-    lists = [episodes]
-    if dist.is_initialized():
-        lists *= dist.get_world_size()
-        dist.all_gather_object(lists, episodes)
-    return sorted((episode for part in lists for episode in part), key=lambda episode: episode["step"])
+    if not dist.is_initialized():
+        return episodes
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, episodes)
+    return sorted((x for part in lists for x in part), key=lambda episode: episode["step"])
 
 
 def compiled(function, args):
@@ -602,9 +602,11 @@ def compiled(function, args):
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # Draw random numbers as eager mode does. Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
+    # fallback_random: draw as eager mode does. vec_isa_ok: skip a self-test.
+    options = {"fallback_random": True, "cpp.vec_isa_ok": True}
+    # Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
-    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
+    options |= {"cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
