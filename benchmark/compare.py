@@ -35,6 +35,8 @@ def read(source):
             flags = "" if exp_name else row["flags"]
             if exp_name in ("", row["exp_name"]):
                 rows = settings["" if exp_name else row["script"], row["env_id"], flags]
+                if rows and row["flags"] != rows[0]["flags"]:
+                    sys.exit(f"{source} has runs of {row['env_id']} with several flags: give each an --exp-name")
                 if any(row["seed"] == other["seed"] for other in rows):
                     sys.exit(f"{source} has seed {row['seed']} of {row['env_id']} twice")
                 rows.append(row)

@@ -55,7 +55,7 @@ class Args:  # the comments are what --help prints
     seeds: int = 3  # how many seeds of every task
     first_seed: int = 1  # the first of them
     total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
-    jobs: int = os.cpu_count()  # runs at once
+    jobs: int = len(os.sched_getaffinity(0))  # runs at once
     out: Path = ROOT / "benchmark" / "results" / "peers.csv"  # where the rows go
 
 
@@ -67,8 +67,8 @@ def hyperparameters(algorithm, settings, env_id):
     return yaml.safe_load(path.read_text()).get(NEAREST.get(env_id, env_id))
 
 
-def run(algorithm, settings, task, seed, budget):
-    """Train once -> a row of figures, with the fields of report.py"""
+def run(algorithm, settings, task, seed, budget, about):
+    """Train once -> a row of figures, with the fields of report.py. about: commit, versions and hardware"""
     torch.set_num_threads(1)
     module, _, env_id = task.rpartition(":")
     if module:  # its import registers the task
@@ -88,6 +88,8 @@ def run(algorithm, settings, task, seed, budget):
             start = time.monotonic()
             experiment.learn(model)
             seconds = time.monotonic() - start
+            if model.num_timesteps < budget:  # RL Zoo goes on after Ctrl-C
+                raise RuntimeError("stopped")
             eval_env = experiment.create_envs(1, eval_env=True, no_log=True)
             stable_baselines3.common.vec_env.sync_envs_normalization(model.env, eval_env)
             eval_env.seed(seed)
@@ -115,10 +117,7 @@ def run(algorithm, settings, task, seed, budget):
             "seconds": f"{seconds:.0f}",
             "flags": json.dumps(chosen),
             "curve": " ".join(f"{mean:.4g}" for _, mean in curve(Path(folder), model.num_timesteps)),
-            **machine(),
-            "versions": installed_versions(
-                "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"
-            ),
+            **about,
         }
 
 
@@ -144,8 +143,10 @@ def main(args):
     jobs = list(dict.fromkeys(jobs))  # a task is in a suite twice where two of our scripts train it
     spawn = multiprocessing.get_context("spawn")
     failed = 0
+    packages = "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"
+    about = machine() | {"versions": installed_versions(*packages)}  # now: the first row makes the commit dirty
     with ProcessPoolExecutor(args.jobs, spawn) as pool:
-        futures = {pool.submit(run, *job): job for job in jobs}
+        futures = {pool.submit(run, *job, about): job for job in jobs}
         for number, future in enumerate(as_completed(futures), 1):
             try:
                 row, is_new = future.result(), not args.out.exists()

@@ -4,7 +4,7 @@
     python benchmark/report.py runs/A* runs/B* --out DIR     # the same in DIR/
     python benchmark/report.py runs/* --publish mujoco       # into benchmark/results/mujoco.csv
     python benchmark/report.py runs/*__tuned__* --publish mujoco-tuned      # runs of run.py --tuned
-    python benchmark/report.py --publish random              # results/random.csv: random actions on all tasks of README
+    python benchmark/report.py --publish random              # results/random.csv: random actions
     python benchmark/report.py --publish readme              # README.md, docs/: tables beside published figures, curves
 
 Without --publish nothing in the repository changes.
@@ -12,8 +12,8 @@ Without --publish nothing in the repository changes.
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
 Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). `--publish SUITE` takes
-only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it was
-published. After a change of defaults, delete the older rows: they would pass for runs with the new ones.
+only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it
+ran. After a change of defaults, delete the older rows: they would pass for runs with the new ones.
 """
 
 import dataclasses
@@ -91,9 +91,12 @@ def in_order(rows):
 def summarise_all(run_dirs, suite=""):
     """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of this suite, if one is given. And
     whether a folder could not be read. Says why the others are left out. SystemExit where no run remains."""
+    tuned = suite.endswith("-tuned")
     tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(suite.removesuffix("-tuned"), [])}
+    tasks = {(script, env_id) for script, env_id in tasks if env_id in suites.TUNED or not tuned}
     found, damaged = [], False
-    for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):  # a folder named twice counts once
+    run_dirs = {path.resolve() for path in run_dirs}  # a folder named twice counts once
+    for run_dir in sorted(run_dirs, key=lambda path: path.name.rpartition("__")[2]):  # by the time in its name
         if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
             continue
         try:
@@ -104,8 +107,8 @@ def summarise_all(run_dirs, suite=""):
                 continue
             if args["exp_name"].startswith("tune-"):
                 reason = "a trial of tune.py"
-            elif suite in suites.SUITES and args["exp_name"] == "tuned":
-                reason = "it has tuned settings, which --publish mujoco-tuned takes"
+            elif suite and (args["exp_name"] == "tuned") != tuned:
+                reason = "tuned settings go to mujoco-tuned, and nothing else does"
             elif row := summarise(run_dir):
                 found.append((run_dir, {name: str(value) for name, value in row.items()}))
                 continue
@@ -224,10 +227,19 @@ def read_published():
     return {(row["env_id"], row["column"]): row for row in read_csv(ROOT / "benchmark" / "published.csv")}
 
 
-def read_peers():
-    """{exp_name: {env_id: rows}} of the runs of peers.py, where it has made three seeds or more"""
+def equal(steps, others):
+    """Whether two numbers of steps differ by less than a twentieth."""
+    return 0.95 < int(steps) / int(others) < 1.05
+
+
+def read_peers(suite):
+    """{exp_name: {env_id: rows}} of the runs of peers.py on a suite's tasks: three seeds or more, with our steps"""
+    ours = {env_id: steps for env_id, *_, steps in read_suite(suite)}
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
+        rows = [row for row in rows if env_id in ours and equal(row["global_step"], ours[env_id])]
+        if len(rows) != len({row["seed"] for row in rows}):
+            raise SystemExit(f"results/peers.csv has a seed twice for {name} {env_id}")
         if name in PEERS and len(rows) >= 3:  # no table has a column for TRPO with its defaults
             peers[name][env_id] = rows
     return peers
@@ -278,11 +290,7 @@ def suite_table(name):
     suite = read_suite(name)
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
-    peers = {}  # {peer: {env_id: rows}}, where both had the same steps
-    for env_id, *_, steps in suite:
-        for peer, tasks in read_peers().items():
-            if env_id in tasks and 0.95 < int(steps) / int(tasks[env_id][0]["global_step"]) < 1.05:
-                peers.setdefault(peer, {})[env_id] = tasks[env_id]
+    peers = {peer: tasks for peer, tasks in read_peers(name).items() if tasks}
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["steps/s"] * (name == "breadth")
     lines, scores = [], {}
@@ -302,7 +310,7 @@ def suite_table(name):
         for column in headers:
             row = published.get((env_id, column))
             cells.append(f"{number(row['mean_return'], unit)}{row['mark']}" if row else "")
-            if row and not 0.95 < int(steps) / int(row["steps"]) < 1.05:  # one has had more than the other
+            if row and not equal(steps, row["steps"]):
                 cells[-1] += f" at {int(row['steps']):,}"
         lines.append(cells)
         if name == "mujoco":  # headline() refuses several settings of a task
@@ -322,20 +330,23 @@ def suite_table(name):
 
 
 def breadth_table():
-    """Markdown: how many tasks of each suite are at or above Stable-Baselines3 measured here, and published figures. A
-    published evaluation has a mark in published.csv, and is compared with ours. Where the suite `long` has a task, its
-    runs are compared with the published figure: both have the same steps."""
+    """Markdown: how many tasks of each suite are at or above Stable-Baselines3 measured here, and published figures.
+    Its defaults count beside ours only. Published evaluations without exploration (marks * and †) are compared with
+    ours. Where the suite `long` has a task with the published number of steps, its runs count."""
     highest = {env_id: row for (env_id, column), row in read_published().items() if column == "highest"}
-    runs = read_peers()
-    defaults, zoo = ({task: mean_return(runs[peer][task]) for task in runs[peer]} for peer in list(PEERS)[:2])
     lines, long = [], one_setting("long")
     for name in suites.BREADTH:
-        ours = one_setting(name)
-        counts = [[mean_return(ours[x]) >= peer[x] for x in ours.keys() & peer.keys()] for peer in (defaults, zoo)]
+        ours, peers = one_setting(name), read_peers(name)
+        counts = []
+        for peer in list(PEERS)[:2]:
+            tasks = [x for x in peers[peer] if peer == "sb3-ppo-zoo" or not ours[x][0]["settings"]]
+            counts.append([mean_return(ours[x]) >= mean_return(peers[peer][x]) for x in tasks])
         counts.append([])
         for env_id in ours.keys() & highest.keys():
-            field = "evaluation" if highest[env_id]["mark"] else "last_100_mean"
+            field = "evaluation" if highest[env_id]["mark"] in ("*", "†") else "last_100_mean"
             rows = long.get(env_id, ours[env_id])
+            if not equal(rows[0]["global_step"], highest[env_id]["steps"]):
+                rows = ours[env_id]
             counts[-1].append(mean_return(rows, field) >= float(highest[env_id]["mean_return"]))
         cells = [f"{sum(count)} of {len(count)}" if count else "" for count in counts]
         cells[-1] = cells[-1] or "none known"
@@ -364,14 +375,15 @@ def speed_table():
             cells.append(f"{float(ratios[0]):.1f} x" if ratios else "")
         alone = rows.get((case, "simulator"))
         lines.append([*cells, f"{float(alone['ratio']):.0%}" if alone else ""])
-    return [*table(columns, lines), "", "All figures, with the versions of packages: benchmark/results/speed.csv."]
+    where = "All figures, with the versions of packages where they were recorded: benchmark/results/speed.csv."
+    return [*table(columns, lines), "", where]
 
 
 def headline():
     """Markdown: MuJoCo, the suites beyond it, and speed, beside others' figures, for README."""
     published = read_published()
     suite = one_setting("mujoco")
-    zoo = read_peers()["sb3-ppo-zoo"]
+    zoo = read_peers("mujoco")["sb3-ppo-zoo"]
     columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["SB3, RL Zoo's settings (evaluated; seeds)", "CleanRL (published)", "highest PPO found"]
     lines = []
@@ -403,7 +415,8 @@ def headline():
         *table(columns, lines),
         "",
         "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, out of those that have one. "
-        "Some published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "SB3's defaults count where ours are defaults too. Some published scores took more steps, some fewer "
+        "([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
@@ -422,7 +435,7 @@ def save_figure(figure, path):
         return figure.savefig(path, dpi=200)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(path, metadata={"Date": None})
-    text = re.sub(r"(\d\d\.\d|\.\d\d)\d+", r"\1", path.read_text())
+    text = re.sub(r">[^<]*<|(\d\d\.\d|\.\d\d)\d+", lambda found: found[1] or found[0], path.read_text())  # >labels<
     path.write_text(re.sub(r"\s+", " ", text).replace("> <", "><") + "\n")
 
 
@@ -479,9 +492,8 @@ def draw_suite(name):
     """docs/pictures/NAME.svg, from the last column of results/NAME.csv"""
     rows, runs = [row for group in read_suite(name).values() for row in group], []
     label_curves(rows, [f"{row['script']}.py" for row in rows])
-    tasks = {row["env_id"] for row in rows}
-    for peer, found in read_peers().items():
-        rows += [row | {"label": PEERS[peer]} for env_id in found if env_id in tasks for row in found[env_id]]
+    for peer, tasks in read_peers(name).items():
+        rows += [row | {"label": PEERS[peer]} for found in tasks.values() for row in found]
     for row in rows:
         means = np.array(row["curve"].split(), float)
         runs.append((row, np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
@@ -490,12 +502,12 @@ def draw_suite(name):
 
 
 # ----------------------------------------------------------------------------------------------------- repository
-def play_at_random(env_id, steps=100_000, episodes=100):
-    """Mean return of random actions, over that many episodes or steps, whichever is less; illegal ones are masked."""
+def play_at_random(env_id):
+    """Mean return of random actions, over 100 episodes or 100,000 steps, whichever is less; illegal ones are masked."""
     env = gym.make(env_id)
     env.action_space.seed(0)
     returns, taken = [], 0
-    while len(returns) < episodes and taken < steps:
+    while len(returns) < 100 and taken < 100_000:
         _, info = env.reset(seed=len(returns))
         returns.append(0.0)
         ended = False

@@ -41,7 +41,7 @@ from typing import Literal
 
 import tyro
 from report import RESULTS, SPEED, table
-from run_folder import ROOT, path_of, read_csv, write_rows
+from run_folder import ROOT, machine, path_of, read_csv, write_rows
 
 FIELDS = ["case", "contestant", "steps_per_second", "ratio", "start_seconds", "first_start_seconds"]
 FIELDS += ["repeats", "single_runs", "versions"]
@@ -307,7 +307,7 @@ def versions_of(python):
     """What a contestant runs on: CleanRL and LeanRL have packages, and so a simulator, of their own."""
     code = f"""import contextlib, platform
 from importlib.metadata import PackageNotFoundError, version
-print(platform.machine(), "python", platform.python_version(), end="")
+print("python", platform.python_version(), end="")
 for name in {PACKAGES}:
     with contextlib.suppress(PackageNotFoundError):
         print("", name, version(name), end="")"""
@@ -338,7 +338,8 @@ def measure(case, contestants, repeats, cpu_time=False):
         row = {"case": case, "contestant": name, "steps_per_second": f"{speed:.0f}", "start_seconds": f"{start:.1f}"}
         row |= {"first_start_seconds": f"{first_start:.1f}", "ratio": f"{ratio:.2f}", "repeats": repeats}
         row |= {"single_runs": " ".join(f"{speed:.0f}" for speed, _ in runs)}
-        rows.append(row | {"versions": versions_of(contestants[name][0](contestants[name][1])[0])})
+        versions = versions_of(contestants[name][0](contestants[name][1])[0])
+        rows.append(row | {"versions": f"{machine()['hardware']}; {versions}"})
     return rows
 
 

@@ -118,6 +118,32 @@ def test_publish_keeps_other_runs(finished_runs, run_dir, results, capsys):
             report.write_csv("classic", [run_dir])
 
 
+def test_tuned_settings_are_published_alone(run_dir, results, monkeypatch):
+    """Only runs of run.py --tuned, and only tasks that have settings in tuned.yaml."""
+    tasks = [("ppo_discrete", "CartPole-v1", ""), ("ppo_continuous", "Ant-v4", "")]
+    monkeypatch.setitem(report.suites.SUITES, "mujoco", tasks)
+    args = json.loads((run_dir / "args.json").read_text())
+    for tuned, exp_name in (({"Ant-v4": ""}, "tuned"), ({"CartPole-v1": ""}, "mine")):
+        monkeypatch.setattr(report.suites, "TUNED", tuned)
+        (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": exp_name}))
+        with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+            report.write_csv("mujoco-tuned", [run_dir])
+    (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "tuned"}))
+    report.write_csv("mujoco-tuned", [run_dir])
+
+
+def test_peers_have_as_many_steps_and_different_seeds(results):
+    """Runs of Stable-Baselines3 that are shorter than ours stand in no column, and no seed counts twice."""
+    shutil.copytree(RESULTS, results, dirs_exist_ok=True)
+    rows = report.read_csv(RESULTS / "peers.csv")
+    assert "SB3, its defaults" in report.suite_table("breadth")[0]
+    report.write_rows(results / "peers.csv", report.FIELDS, [row | {"global_step": "9000"} for row in rows])
+    assert "SB3" not in report.suite_table("breadth")[0]
+    report.write_rows(results / "peers.csv", report.FIELDS, [*rows, rows[-1]])
+    with pytest.raises(SystemExit, match=r"peers\.csv has a seed twice for"):
+        report.suite_table("breadth")
+
+
 def test_table_and_picture_of_a_suite(finished_runs, results):
     """What docs/results.md gets is what the runs did, beside the published figure."""
     report.write_csv("classic", finished_runs)
@@ -130,6 +156,11 @@ def test_table_and_picture_of_a_suite(finished_runs, results):
     picture = (results / "classic.svg").read_text()
     for text in ("CartPole-v1 (2 runs)", "steps (thousands)", "ppo_discrete.py", "highest PPO found"):
         assert f">{text}</text>" in picture
+    rows = report.read_csv(results / "classic.csv")
+    rows[1] |= {"flags": "--gamma=0.9995"}
+    report.write_rows(results / "classic.csv", report.FIELDS, rows)
+    report.draw_suite("classic")
+    assert "ppo_discrete.py --gamma=0.9995</text>" in (results / "classic.svg").read_text()
 
 
 def test_report_of_any_runs(finished_runs, tmp_path, main):
@@ -258,6 +289,9 @@ def test_compare_two_settings(tmp_path, capsys):
     assert lines("low.csv", "long.csv")[0][1] == ["", "unlike runs: from 1,000 to 2,000 steps"]
     assert f"{(3000 / 2761.192 - 41 / 4.1) / 2:+.4f}" in mean
     assert lines("one.csv", "other.csv") == named
+    report.write_rows(tmp_path / "mixed.csv", report.FIELDS, [rows[0], rows[1] | {"flags": "--gamma=0.9"}])
+    with pytest.raises(SystemExit, match="with several flags"):
+        compare.main(f"{tmp_path}/mixed.csv:plain", f"{tmp_path}/one.csv")
 
     # What is not compared is named.
     report.write_rows(tmp_path / "hopper.csv", report.FIELDS, [row for row in other if row["env_id"] == "Hopper-v4"])
