@@ -567,7 +567,7 @@ def start_device(args):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)  # JAX takes only tensors of the current device
-        torch.set_float32_matmul_precision("high")  # TF32: several times as fast, with a precision of 10 bits
+        torch.set_float32_matmul_precision("high")  # TF32: several times as fast, mantissas of 10 bits
     if not dist.is_torchelastic_launched():
         return device, 0, 1
     if not dist.is_initialized():
@@ -727,13 +727,12 @@ def make_envs(args, num_envs, device):
 
 
 class Run:
-    """The folder of a run: args.json, a copy of this script, TensorBoard events, episodes.csv and checkpoint.pt. Also
-    wandb and the progress bar. Rank 0 writes for all ranks: elsewhere log, save and close do nothing."""
+    """A run's folder (args.json, script, TensorBoard, episodes.csv, checkpoint.pt), W&B and the progress bar."""
 
     def __init__(self, args, total_steps, cleanup, resume=None, rank=0):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
-        if rank > 0:
+        if rank > 0:  # rank 0 writes for all ranks: elsewhere log, save and close do nothing
             self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
             self.log = self.save = self.close = lambda *arguments, **options: None
@@ -767,13 +766,12 @@ class Run:
         if args.track:
             import wandb
 
-            # A resumed run keeps its wandb id: the folder's name, unless a sweep chose another.
             folder = self.dir.resolve()
-            run_id = self.checkpoint.get("wandb_id") or folder.name
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
-        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; episodes.csv is cut.
+        # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
         rows = "".join(f"|{name}|{value}|\n" for name, value in vars(args).items())
         self.writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + rows)
@@ -790,8 +788,7 @@ class Run:
         self.bar = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True, disable=None)
 
     def log(self, global_step, episodes, scalars):
-        """One point per metric and iteration. episodes: dicts of step, return and length.
-        scalars: {name: number or tensor ()}"""
+        """Log an iteration. episodes: dicts of step, return, length. scalars: {name: number or tensor ()}"""
         now, text = time.monotonic(), "no whole episode yet"
         for x in episodes:
             self.episodes_file.write(f"{x['step']},{x['return']:.6g},{x['length']},{now - self.start_time:.2f}\n")
@@ -816,7 +813,7 @@ class Run:
         self.last_log, self.global_step = now, global_step
 
     def save(self, agent, optimizer, force):
-        """Replace checkpoint.pt atomically, so that a kill leaves a whole file. Without force, only if one is due."""
+        """Write checkpoint.pt if the interval has passed, or if forced. A kill while writing leaves the old file."""
         if not force and time.monotonic() - self.last_save < self.args.checkpoint_interval:
             return
         self.episodes_file.flush()  # logs first: a checkpoint must not count episodes that are not on disk

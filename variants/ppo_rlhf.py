@@ -666,15 +666,14 @@ class Run:
         if args.track:
             import wandb
 
-            # A resumed run keeps its wandb id: the folder's name, unless a sweep chose another.
             folder = self.dir.resolve()
-            run_id = self.checkpoint.get("wandb_id") or folder.name
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
             self.wandb_table = wandb.Table
         total, initial = num_iterations * args.batch_size, self.iteration * args.batch_size
-        # Discard what was logged after the last checkpoint: purge_step hides it in TensorBoard; metrics.csv is cut.
+        # Logs newer than the checkpoint: purge_step hides TensorBoard's, metrics.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=initial + 1)
         if resume:
             os.truncate(self.dir / "metrics.csv", self.checkpoint["metrics_size"])
@@ -720,7 +719,7 @@ class Run:
         os.replace(self.dir / f"{name}.tmp", self.dir / name)  # the name stands for a whole folder
 
     def save(self, learners):
-        """Replace checkpoint.pt atomically, so that a kill leaves a whole file."""
+        """Write checkpoint.pt. A kill while writing leaves the old file."""
         self.writer.flush()  # logs first: they must be on disk before the checkpoint that counts them
         checkpoint = {name: learner.state_dict() for name, learner in learners.items()}
         checkpoint |= {
