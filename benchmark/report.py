@@ -95,7 +95,7 @@ def summarise_all(run_dirs, suite=""):
     tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(suite.removesuffix("-tuned"), [])}
     tasks = {(script, env_id) for script, env_id in tasks if env_id in suites.TUNED or not tuned}
     found, damaged = [], False
-    run_dirs = {path.resolve() for path in run_dirs}  # a folder named twice counts once
+    run_dirs = dict.fromkeys(path.resolve() for path in run_dirs)  # a folder named twice counts once
     for run_dir in sorted(run_dirs, key=lambda path: path.name.rpartition("__")[2]):  # by the time in its name
         if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
             continue

@@ -53,10 +53,8 @@ def all_gone(pids):
     "script, task, kwargs, sizes",
     [
         ("ppo_continuous", "HalfCheetah-v4", {}, {"num_steps": 64, "stagger_envs": True}),
-        ("ppo_continuous", "BipedalWalker-v3", {}, {"num_steps": 16, "stagger_envs": True}),
         ("ppo_continuous", "box/Shaped-v0", {}, {"num_steps": 2, "stagger_envs": True}),
         ("ppo_continuous", "Pendulum-v1", {"max_episode_steps": 40}, {"num_steps": 16, "stagger_envs": True}),
-        ("ppo_discrete", "CartPole-v1", {}, {"num_envs": 50, "num_steps": 8}),
         ("ppo_discrete", TAXI, {}, {"num_steps": 16}),
         ("ppo_rnn", "masks/Masked-v0", {"form": "tuple"}, {"num_steps": 4}),
     ],
