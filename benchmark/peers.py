@@ -55,7 +55,7 @@ class Args:  # the comments are what --help prints
     seeds: int = 3  # how many seeds of every task
     first_seed: int = 1  # the first of them
     total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
-    jobs: int = len(os.sched_getaffinity(0))  # runs at once
+    jobs: int = os.cpu_count()  # runs at once
     out: Path = ROOT / "benchmark" / "results" / "peers.csv"  # where the rows go
 
 

@@ -107,11 +107,15 @@ def summarise_all(run_dirs, suite=""):
                 continue
             if args["exp_name"].startswith("tune-"):
                 reason = "a trial of tune.py"
-            elif suite and (args["exp_name"] == "tuned") != tuned:
-                reason = "tuned settings go to mujoco-tuned, and nothing else does"
+            elif suite and args["exp_name"] == "tuned" and not tuned:
+                reason = "it has tuned settings, which --publish mujoco-tuned takes"
+            elif tuned and args["exp_name"] != "tuned":
+                reason = "it is no run of run.py --tuned"
             elif row := summarise(run_dir):
-                found.append((run_dir, {name: str(value) for name, value in row.items()}))
-                continue
+                if row["evaluation"] != "" or not suite:
+                    found.append((run_dir, {name: str(value) for name, value in row.items()}))
+                    continue
+                reason = "it has no evaluation, which run.py makes when a run ends"
             else:
                 reason = "no episode has ended" if is_finished(run_dir) else "it has not finished"
         except Exception as error:  # whatever a damaged file gives; the other runs count
@@ -415,8 +419,8 @@ def headline():
         *table(columns, lines),
         "",
         "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, out of those that have one. "
-        "SB3's defaults count where ours are defaults too. Some published scores took more steps, some fewer "
-        "([all figures](docs/results.md#beyond-mujoco)).",
+        "SB3 is compared by training scores, its defaults where ours are defaults too. Some published scores took more "
+        "steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",

@@ -115,7 +115,8 @@ def minibatches(script, watch):
 
 @pytest.fixture
 def rollouts(script, watch):
-    """From now on, what each estimate of advantages begins with: (agent, obs, last_obs, final_obs, ...), a result."""
+    """From now on, what each estimate of advantages begins with: (agent, obs, last_obs, final_obs, ...), a result.
+    ppo_rnn.py: (agent, rollout, ...)."""
     return watch(script, "estimate_advantages")
 
 

@@ -104,8 +104,11 @@ def test_command_of_a_script(command, folder, main):
 @pytest.mark.parametrize("command", NOT_RUN)
 def test_flags_of_a_command_that_is_not_run(command, folder):
     script = pytest.importorskip(script_of(command))
-    words = re.sub(r"--(resume|evaluate|update|preset) \S+| FLAGS", "", command.partition(".py")[2])
-    script.parse_args(shlex.split(words))
+    words = re.sub(r"--(resume|evaluate) \S+| FLAGS", "", command.partition(".py")[2])
+    settings = {**getattr(script, "PRESETS", {}), **getattr(script, "UPDATES", {})}
+    for name in re.findall(r"--(?:preset|update) (\S+)", words):
+        assert name in settings
+    script.parse_args(shlex.split(re.sub(r"--(preset|update) \S+", "", words)))
 
 
 @pytest.mark.parametrize("page", [page for page in SHOWN if {*SHOWN[page]} & {*OF_A_COPY}])

@@ -7,7 +7,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import DISCRETE, SMALL, act, assert_one_line, flags_of, policy
+from conftest import DISCRETE, RNN, SMALL, act, assert_one_line, flags_of, policy
 
 BOTH = pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
 
@@ -132,7 +132,7 @@ class BoxWithMask(probes.Target):
 gym.register("masks/Box-v0", BoxWithMask)
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
+@RNN
 def test_mask_of_box_actions_is_ignored(script, small_args):
     agent, run_dir = script.train(small_args(env_id="masks/Box-v0", total_timesteps=64))
     assert len(script.evaluate(agent, script.load_args(run_dir), 1)) == 1

@@ -36,7 +36,7 @@ PAIRS = [*itertools.combinations(SCRIPTS, 2), ("ppo_discrete", ATARI), ("ppo_con
 OWN_OF = {("ppo_discrete", ATARI): OWN | {"compiled", "make_env", "Run", "main"}}
 # ppo_continuous.py silences what its MuJoCo tasks print.
 OWN_OF |= {("ppo_continuous", other): OWN | {"main"} for other in SCRIPTS[1:]}
-for one in SCRIPTS[:2]:  # this one replays its memory
+for one in SCRIPTS[:2]:  # ppo_rnn.py replays its memory
     OWN_OF[one, "ppo_rnn"] = OWN_OF.get((one, "ppo_rnn"), OWN) | {"estimate_advantages"}
 OWN_OF["ppo_continuous", SIM] = OWN_OF["ppo_discrete", ATARI] | {"RunningMeanStd", "mlp"}
 OWN_OF[ATARI, SIM] = OWN | {"Run", "main", "start_device", "average_over_ranks"}

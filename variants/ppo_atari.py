@@ -21,13 +21,13 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-7. Atari games follow the protocol of OpenAI's baselines, as ale-py's vector has it: no sticky actions, FIRE and up to
-   28 no-ops at the start, frame skip 4, 4 stacked grey frames of 84 x 84, truncation after 108,000 frames. A lost life
-   counts as a termination, but the game goes on, and nothing presses FIRE: the policy must. Logs count whole games.
-   Sticky actions (Machado et al. 2018): --env-kwargs '{"repeat_action_probability": 0.25}'.
+7. Atari games follow the protocol of OpenAI's baselines, as ale-py's vector has it: no sticky actions; first FIRE
+   and up to 28 no-ops (29 in games without FIRE); frame skip 4; 4 stacked grey frames of 84 x 84; truncation after
+   108,000 frames. A lost life counts as a termination, but the game goes on, and nothing presses FIRE: the policy must.
+   Logs count whole games. --env-kwargs '{"repeat_action_probability": 0.25}': sticky actions (Machado et al. 2018).
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
-The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1, 5
-and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
+The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
+5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
 Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (batch), M = T * N / num_minibatches, D = image shape,
 K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
@@ -385,7 +385,7 @@ def train(args=None, resume=None):
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
                 permutation = torch.randperm(T * N).to(device)
                 tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
-                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
+                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (T * N, ...)
                 for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                     gradient, metrics = average_over_ranks(*compute_gradient(*minibatch))
                     all_metrics.append(metrics)
