@@ -56,6 +56,7 @@ def worker(out):
     torch.save(left | {"actions": [x.actions for x in MEMBERS]}, out / f"rank-{os.environ['RANK']}.pt")
     MEMBERS.clear()
     train(out / "step of two", **SHARED | ONE_STEP)
+    torch.distributed.barrier()  # torchrun would stop rank 0 if rank 1 failed while it leaves
     torch.distributed.destroy_process_group()
 
 
