@@ -12,8 +12,8 @@ Without --publish nothing in the repository changes.
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
 Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). `--publish SUITE` takes
-only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it
-ran. After a change of defaults, delete the older rows: they would pass for runs with the new ones.
+only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it ran.
+After a change of defaults, delete the older rows: they would pass for runs with the new ones.
 """
 
 import dataclasses
@@ -419,8 +419,8 @@ def headline():
         *table(columns, lines),
         "",
         "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, out of those that have one. "
-        "SB3 is compared by training scores, its defaults where ours are defaults too. Some published scores took more "
-        "steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "SB3's columns compare training scores. Its defaults count only where ours are defaults too. Some published "
+        "scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",

@@ -139,9 +139,8 @@ def test_peers_have_as_many_steps_and_different_seeds(results):
     assert "SB3, its defaults" in report.suite_table("breadth")[0]
     report.write_rows(results / "peers.csv", report.FIELDS, [row | {"global_step": "9000"} for row in rows])
     assert "SB3" not in report.suite_table("breadth")[0]
-    report.write_rows(
-        results / "peers.csv", report.FIELDS, [*rows, next(row for row in rows if row["env_id"] == "CartPole-v1")]
-    )
+    cartpole = next(row for row in rows if row["env_id"] == "CartPole-v1")
+    report.write_rows(results / "peers.csv", report.FIELDS, [*rows, cartpole])
     with pytest.raises(SystemExit, match=r"peers\.csv has a seed twice for"):
         report.suite_table("breadth")
 
