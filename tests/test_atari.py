@@ -285,6 +285,23 @@ def test_what_is_no_image_is_refused(tmp_path, shape):
     assert not list(tmp_path.iterdir())
 
 
+class Floats(gym.vector.VectorEnv):
+    """A vector that an environment brings along, whose images are numbers between 0 and 1."""
+
+    def __init__(self, num_envs, autoreset_mode):
+        self.num_envs, self.single_action_space = num_envs, gym.spaces.Discrete(2)
+        self.single_observation_space = gym.spaces.Box(0.0, 1.0, (40, 48, 3))
+
+
+gym.register("images/Floats-v0", Sides, vector_entry_point=Floats, disable_env_checker=True)
+
+
+def test_a_vector_without_bytes_is_refused(tmp_path):
+    """Its images would be cut to 0 and 1."""
+    with pytest.raises(script.UsageError, match="no uint8 images"):
+        train(tmp_path, env_id="images/Floats-v0")
+
+
 def test_images_through_the_wrappers_of_gymnasium(tmp_path):
     """An environment registered with wrappers: grey, 84 x 84, the last four frames."""
     wrappers = (
