@@ -62,7 +62,10 @@ class Args:  # the comments are what --help prints
 def hyperparameters(algorithm, settings, env_id):
     """RL Zoo's settings of a task, or the library's defaults. None where RL Zoo has no such task."""
     if settings == "defaults":
-        return {"policy": "MlpPolicy"}
+        chosen = {"policy": "MlpPolicy"}
+        if env_id.startswith("MiniGrid-"):  # SB3 takes the grid of small numbers for an image and divides it by 255
+            chosen["policy_kwargs"] = {"normalize_images": False}
+        return chosen
     path = Path(rl_zoo3.__file__).parent / "hyperparams" / f"{algorithm}.yml"
     return yaml.safe_load(path.read_text()).get(NEAREST.get(env_id, env_id))
 
