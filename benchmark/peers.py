@@ -63,7 +63,7 @@ def hyperparameters(algorithm, settings, env_id):
     """RL Zoo's settings of a task, or the library's defaults. None where RL Zoo has no such task."""
     if settings == "defaults":
         chosen = {"policy": "MlpPolicy"}
-        if env_id.startswith("MiniGrid-"):  # SB3 takes the grid of small numbers for an image and divides it by 255
+        if "MiniGrid-" in env_id:  # SB3 takes the grid of small numbers for an image and divides it by 255
             chosen["policy_kwargs"] = {"normalize_images": False}
         return chosen
     path = Path(rl_zoo3.__file__).parent / "hyperparams" / f"{algorithm}.yml"
