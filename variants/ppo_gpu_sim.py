@@ -22,12 +22,13 @@ Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file
    (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
-5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units, clipped (rsl_rl). `tanh`
-   has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
+5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units (rsl_rl), clipped here.
+   `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
---update changes the network, gamma and more too: see GOOGLE. Statistics of observations change after the update, in
-rsl_rl after every step, in Google's notebook before the update. Actor and critic have their own gradient clipping
-(rsl_rl 4.0). The critic may see more than the actor: {"policy": ..., "critic": ...}. No GPU has run this file yet.
+--update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
+4.0). Statistics of observations change between rollouts, in rsl_rl after every step. In Google's notebook they change
+before the update, so its first ratio is not 1. The critic may see more than the actor: {"policy": ..., "critic": ...}.
+No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
 L = unroll_length, or T without it, C = N * T / L unrolls, M = columns of a minibatch: unrolls, or single steps without
@@ -115,7 +116,8 @@ class Args:  # the comments are what --help prints
     desired_kl: float | None = 0.01  # adapt the learning rate to aim at this KL; None: off
 
 
-# For --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts, --norm-obs.
+# For --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts, --norm-obs,
+# --stagger-envs and --total-timesteps.
 GOOGLE = dict(
     num_envs=2048, stagger_envs=False, reward_scale=0.1, policy="tanh", hidden_sizes=(64, 64), activation="silu",
     num_steps=80, unroll_length=5, num_minibatches=32, update_epochs=4, learning_rate=3e-4, desired_kl=None, gamma=0.97,
@@ -260,7 +262,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
     """Tensors (L, C) -> advantages, returns (L, C). But last_values (C,) are V after the last step of an unroll.
     timeout_values, read where truncations is True: V of the observation after the step, or its substitute."""
-    if args.timeouts == "masked":  # reward V(s_t) and next value 0 make the advantage 0 and the return V(s_t)
+    if args.timeouts == "masked":  # reward V(s_t) and next value 0: then delta_t and A_t are 0, the return is V(s_t)
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
 
@@ -333,11 +335,10 @@ def ppo_loss(agent, args, minibatch):
 
 def adapt_learning_rate(learning_rate, kl, desired_kl):
     """The new learning rate: divided by 1.5 if the KL is above twice desired_kl, multiplied by 1.5 if it is below half.
-    A KL of 0 changes nothing: the first minibatch of an iteration always has it. Tensors in and out."""
+    Tensors in and out."""
     lower = (learning_rate / 1.5).clamp(min=1e-5)  # rsl_rl's bounds
     higher = (learning_rate * 1.5).clamp(max=1e-2)
-    too_small = (kl < desired_kl / 2) & (kl > 0)
-    return torch.where(kl > 2 * desired_kl, lower, torch.where(too_small, higher, learning_rate))
+    return torch.where(kl > 2 * desired_kl, lower, torch.where(kl < desired_kl / 2, higher, learning_rate))
 
 
 def explained_variance(values, returns):
@@ -365,7 +366,7 @@ def train(args=None, resume=None):
     num_iterations = args.total_timesteps // B
 
     envs = make_envs(args, N, device)
-    # A simulator may contain networks: without no_grad their graph would grow from step to step.
+    # envs.reset and envs.step without gradients: if a simulator contains networks, their graph would grow step by step.
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         run = Run(args, num_iterations * B, cleanup, resume, rank)
@@ -397,7 +398,7 @@ def train(args=None, resume=None):
         if resume:
             if args.learning_rate == run.checkpoint["args"]["learning_rate"]:  # else the user gave a new one
                 lr.copy_(optimizer.param_groups[0]["lr"])
-            optimizer.param_groups[0]["lr"] = lr
+            optimizer.param_groups[0]["lr"] = lr  # loading put another tensor there
 
         @torch.no_grad()
         def act(raw_obs):
@@ -421,18 +422,18 @@ def train(args=None, resume=None):
         raw_critic_obs = torch.zeros(T + 1, *next_critic_obs.shape, device=device)  # (T + 1, N, P)
         raw_final_obs = torch.zeros(T, *next_critic_obs.shape, device=device)  # (T, N, P), for the critic
         actions = torch.zeros(T, N, len(low), device=device)  # as the policy chose them, not clipped
-        rewards, returns_so_far, lengths_so_far = torch.zeros(3, T, N, device=device)
-        terminations, truncations, has_final_obs, logged_ends = torch.zeros(4, T, N, dtype=torch.bool, device=device)
-        episode_returns, episode_lengths = torch.zeros(2, N, device=device)
-        shortened = torch.zeros(N, dtype=torch.bool, device=device)  # in a staggered first episode, which is not logged
+        rewards = torch.zeros(T, N, device=device)
+        terminations, truncations, has_final_obs = torch.zeros(3, T, N, dtype=torch.bool, device=device)
+        episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
+        shortened = np.zeros(N, dtype=bool)  # True during a staggered first episode, which is not logged
         # Without staggering, all environments reach the time limit together, and a batch covers one phase.
         if args.stagger_envs and not hasattr(envs, "episode_length_buf"):
             print(f"{args.env_id} has no episode_length_buf, so --stagger-envs does nothing")
         elif args.stagger_envs:
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
-            shortened.fill_(True)
+            shortened[:] = True
 
-        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             if args.desired_kl is None:
                 lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -449,19 +450,16 @@ def train(args=None, resume=None):
                 has_final_obs[t] = "final_obs" in infos
                 raw_final_obs[t] = split_obs(infos.get("final_obs", observed))[1]
                 simulator_logs.append(read_log(infos))
-                episode_returns += rewards[t]
-                episode_lengths += 1
-                returns_so_far[t], lengths_so_far[t] = episode_returns, episode_lengths
-                ended = terminations[t] | truncations[t]
-                logged_ends[t] = ended & ~shortened
-                shortened &= ~ended
-                episode_returns.masked_fill_(ended, 0.0)
-                episode_lengths.masked_fill_(ended, 0.0)
             raw_obs[T], raw_critic_obs[T] = next_obs, next_critic_obs
-            end_steps = global_step + args.num_envs * (logged_ends.nonzero()[:, 0] + 1)
-            ends = (x.tolist() for x in (end_steps, returns_so_far[logged_ends], lengths_so_far[logged_ends].long()))
-            episodes = [{"step": step, "return": total, "length": length} for step, total, length in zip(*ends)]
-            global_step += B
+            episodes = []
+            for step_rewards, episode_over in zip(rewards.cpu().numpy(), (terminations | truncations).cpu().numpy()):
+                global_step += args.num_envs
+                episode_returns += step_rewards
+                episode_lengths += 1
+                for n in np.flatnonzero(episode_over & ~shortened):
+                    length = int(episode_lengths[n])
+                    episodes.append({"step": global_step, "return": float(episode_returns[n]), "length": length})
+                episode_returns[episode_over], episode_lengths[episode_over], shortened[episode_over] = 0, 0, False
             rollout_end = time.monotonic()
 
             # --------------------------------------------------------------------------------------------- advantages
@@ -510,14 +508,12 @@ def train(args=None, resume=None):
                     minibatch = {name: x[:, columns] for name, x in batch.items()}  # (L, M, ...) or (1, M, ...)
                     gradient, metrics = compute_gradient(minibatch)
                     metrics = {name: average_over_ranks(metric) for name, metric in metrics.items()}
-                    if not all_metrics:  # first minibatch: the KL is 0, and rounding must not change the learning rate
-                        metrics["kl"].zero_()
                     all_metrics.append(metrics)
                     flat_parameters.grad.copy_(average_over_ranks(gradient))
                     if args.max_grad_norm > 0:
                         nn.utils.clip_grad_norm_(actor, args.max_grad_norm)
                         nn.utils.clip_grad_norm_(agent.critic.parameters(), args.max_grad_norm)
-                    if args.desired_kl is not None:
+                    if args.desired_kl is not None and len(all_metrics) > 1:  # the first KL is 0, up to rounding
                         lr.copy_(adapt_learning_rate(lr, metrics["kl"], args.desired_kl))
                     optimizer.step()
             checked = {"observations": raw_obs, "critic observations": raw_critic_obs, "rewards": rewards}
