@@ -32,9 +32,9 @@ def read(source):
     settings = defaultdict(list)
     with open(path) as file:
         for row in csv.DictReader(file):
-            flags = "" if exp_name else row["flags"]
             if exp_name in ("", row["exp_name"]):
-                rows = settings["" if exp_name else row["script"], row["env_id"], flags]
+                key = ("", row["env_id"], "") if exp_name else (row["script"], row["env_id"], row["flags"])
+                rows = settings[key]
                 if rows and row["flags"] != rows[0]["flags"]:
                     sys.exit(f"{source} has runs of {row['env_id']} with several flags: give each an --exp-name")
                 if any(row["seed"] == other["seed"] for other in rows):

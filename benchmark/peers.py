@@ -25,13 +25,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import rl_zoo3
 import stable_baselines3
 import torch
 import tyro
 import yaml
 from rl_zoo3.exp_manager import ExperimentManager
-from run_folder import FIELDS, ROOT, curve, falls, installed_versions, load_script, machine, read_csv, rolling_mean
+from run_folder import FIELDS, ROOT, curve, falls, installed_versions, load_script, machine, read_csv
 from suites import SUITES
 
 MINIGRID = "MiniGrid-Empty-Random-5x5-v0"  # RL Zoo has one setting for MiniGrid; tasks differ in n_steps
@@ -97,29 +98,27 @@ def run(algorithm, settings, task, seed, budget, about):
             stable_baselines3.common.vec_env.sync_envs_normalization(model.env, eval_env)
             eval_env.seed(seed)
             evaluation, _ = stable_baselines3.common.evaluation.evaluate_policy(model, eval_env, n_eval_episodes=10)
-        episodes = []  # step, return, length
+        episodes = []  # as rows of episodes.csv
         for monitor in Path(experiment.save_path).glob("*.monitor.csv"):
             length = 0
             for row in csv.DictReader(monitor.read_text().splitlines()[1:]):  # the first line is a comment
                 length += int(row["l"])
-                episodes.append((length * experiment.n_envs, float(row["r"]), int(row["l"])))
-        episodes.sort(key=lambda episode: episode[0])  # by step alone: else the better ones of a step would be last
-        rows = "".join(f"{step},{r},{length}\n" for step, r, length in episodes)
-        Path(folder, "episodes.csv").write_text("global_step,episodic_return,episodic_length\n" + rows)
-        means = rolling_mean([r for _, r, _ in episodes])
+                step = length * experiment.n_envs
+                episodes.append({"global_step": step, "episodic_return": row["r"], "episodic_length": row["l"]})
+        episodes.sort(key=lambda episode: episode["global_step"])
         return {
             "script": f"sb3-{algorithm}",
             "env_id": task,
             "exp_name": f"sb3-{algorithm}-{settings}",
             "seed": seed,
             "global_step": model.num_timesteps,
-            "last_100_mean": f"{means[-1]:.6g}",
+            "last_100_mean": f"{np.mean([float(x['episodic_return']) for x in episodes[-100:]]):.6g}",
             "evaluation": f"{evaluation:.6g}",
             "episodes": len(episodes),
-            "falls": falls(task, "{}", read_csv(Path(folder, "episodes.csv")), model.num_timesteps),
+            "falls": falls(task, "{}", episodes, model.num_timesteps),
             "seconds": f"{seconds:.0f}",
             "flags": json.dumps(chosen),
-            "curve": " ".join(f"{mean:.4g}" for _, mean in curve(Path(folder), model.num_timesteps)),
+            "curve": " ".join(f"{mean:.4g}" for _, mean in curve(episodes, model.num_timesteps)),
             **about,
         }
 

@@ -4,7 +4,7 @@
     python benchmark/report.py runs/A* runs/B* --out DIR     # the same in DIR/
     python benchmark/report.py runs/* --publish mujoco       # into benchmark/results/mujoco.csv
     python benchmark/report.py runs/*__tuned__* --publish mujoco-tuned      # runs of run.py --tuned
-    python benchmark/report.py --publish random              # results/random.csv: random actions
+    python benchmark/report.py --publish random              # results/random.csv: random actions on MuJoCo
     python benchmark/report.py --publish readme              # README.md, docs/: tables beside published figures, curves
 
 Without --publish nothing in the repository changes.
@@ -107,10 +107,8 @@ def summarise_all(run_dirs, suite=""):
                 continue
             if args["exp_name"].startswith("tune-"):
                 reason = "a trial of tune.py"
-            elif suite and args["exp_name"] == "tuned" and not tuned:
-                reason = "it has tuned settings, which --publish mujoco-tuned takes"
-            elif tuned and args["exp_name"] != "tuned":
-                reason = "it is no run of run.py --tuned"
+            elif suite and (args["exp_name"] == "tuned") != tuned:
+                reason = "--publish mujoco-tuned takes runs of run.py --tuned, and no others"
             elif row := summarise(run_dir):
                 if row["evaluation"] != "" or not suite:
                     found.append((run_dir, {name: str(value) for name, value in row.items()}))
@@ -157,7 +155,7 @@ def write_csv(name, run_dirs):
     rows = in_order(rows.values())
     write_rows(RESULTS / f"{name}.csv", FIELDS, rows)
     commits = ", ".join(dict.fromkeys(row["commit"] or "unknown" for row in rows))
-    print(f"{len(new)} of {len(run_dirs)} runs -> {RESULTS / name}.csv. It has {len(rows)} now, of commits {commits}")
+    print(f"{len(new)} runs -> {RESULTS / name}.csv. It has {len(rows)} now, of commits {commits}")
     print("\n".join(settings_table(rows)))
     return damaged
 
@@ -174,7 +172,7 @@ def write_report(run_dirs, folder):
     (folder / "runs.md").write_text("\n".join(lines) + "\n")
     runs = []
     for run_dir, row in found:
-        steps, means = np.array(curve(run_dir, int(row["global_step"]), 50)).T
+        steps, means = np.array(curve(read_csv(run_dir / "episodes.csv"), int(row["global_step"]), 50)).T
         runs.append((row, steps / 1e3, means))
     draw_curves(runs, folder / "runs.png")
     print("\n".join(lines))
@@ -197,16 +195,16 @@ def settings_table(rows):
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
-def mean_interval(values, resamples=10_000):
+def mean_interval(values):
     """95% interval of the mean, seeds drawn anew with replacement."""
-    draws = np.random.default_rng(0).choice(values, (resamples, len(values)))
+    draws = np.random.default_rng(0).choice(values, (10_000, len(values)))
     return np.percentile(draws.mean(1), [2.5, 97.5])
 
 
-def bootstrap_interval(scores, statistic, resamples=2000):
+def bootstrap_interval(scores, statistic):
     """95% interval of statistic([scores of a task, ...]), seeds drawn anew with replacement within each task."""
     rng = np.random.default_rng(0)
-    draws = [statistic([rng.choice(task, len(task)) for task in scores]) for _ in range(resamples)]
+    draws = [statistic([rng.choice(task, len(task)) for task in scores]) for _ in range(2000)]
     return np.percentile(draws, [2.5, 97.5])
 
 
@@ -470,7 +468,8 @@ def draw_curves(runs, path):
             points = max(len(x) for x, _ in curves)
             grid = np.linspace(max(x[0] for x, _ in curves), max(x[-1] for x, _ in curves), points)
             mean, band = mean_and_band(curves, grid)
-            (legend[label],) = axis.plot(grid, mean, color=color, linewidth=2)
+            marker = "." if points == 1 else ""  # a run whose first episodes ended at its very end
+            (legend[label],) = axis.plot(grid, mean, color=color, linewidth=2, marker=marker)
             axis.fill_between(grid, *band, color=color, alpha=0.2, linewidth=0)
         for text, (column, style) in OTHERS.items():
             if row := published.get((env_id, column)):
@@ -506,29 +505,23 @@ def draw_suite(name):
 
 
 # ----------------------------------------------------------------------------------------------------- repository
-def play_at_random(env_id):
-    """Mean return of random actions, over 100 episodes or 100,000 steps, whichever is less; illegal ones are masked."""
-    env = gym.make(env_id)
-    env.action_space.seed(0)
-    returns, taken = [], 0
-    while len(returns) < 100 and taken < 100_000:
-        _, info = env.reset(seed=len(returns))
-        returns.append(0.0)
-        ended = False
-        while not ended:
-            mask = {"mask": info["action_mask"]} if "action_mask" in info else {}
-            _, reward, terminated, truncated, info = env.step(env.action_space.sample(**mask))
-            returns[-1] += float(reward)
-            taken += 1
-            ended = terminated or truncated
-    return {"env_id": env_id, "mean_return": f"{statistics.fmean(returns):.4g}", "episodes": len(returns)}
-
-
 def write_random():
-    names = [name for name in PUBLISHABLE if name != "atari"]  # whose protocol gym.make does not follow
-    tasks = dict.fromkeys(row["env_id"] for name in names for row in read_csv(RESULTS / f"{name}.csv"))
-    rows = [play_at_random(env_id) | {"versions": VERSIONS} for env_id in tasks]
-    write_rows(RESULTS / "random.csv", ["env_id", "mean_return", "episodes", "versions"], rows)
+    """Mean return of 100 episodes of random actions on each MuJoCo task: the 0 of its scale."""
+    rows = []
+    for _, env_id, _ in suites.SUITES["mujoco"]:
+        env, returns = gym.make(env_id), []
+        env.action_space.seed(0)
+        for seed in range(100):
+            env.reset(seed=seed)
+            returns.append(0.0)
+            ended = False
+            while not ended:
+                _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+                returns[-1] += float(reward)
+                ended = terminated or truncated
+        rows.append({"env_id": env_id, "mean_return": f"{statistics.fmean(returns):.4g}", "episodes": 100})
+        rows[-1]["versions"] = VERSIONS
+    write_rows(RESULTS / "random.csv", list(rows[0]), rows)
 
 
 def fill_page(page, blocks):

@@ -148,12 +148,11 @@ class Stopped(Exception):
     pass
 
 
-def run_job(job, gpu=None, children=None, stop=None):
+def run_job(job, gpu, children, stop):
     """Train, or go on, or do nothing where that has been done; then evaluate. Returns the row of the report, None where
     no episode has ended.
 
     Raises RuntimeError with the last line of the log when the script fails."""
-    children, stop = children if children is not None else set(), stop or threading.Event()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     script = [sys.executable, str(job.script)]
     (job.runs_dir / "logs").mkdir(parents=True, exist_ok=True)

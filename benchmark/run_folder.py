@@ -135,17 +135,16 @@ def defaults_of(path):
     return json.loads(json.dumps(defaults))  # tuples as lists
 
 
-def rolling_mean(returns, window=100):
-    """Mean of the last `window` numbers up to each one, of fewer at the beginning."""
+def rolling_mean(returns):
+    """Mean of the last 100 numbers up to each one, of fewer at the beginning."""
     sums = np.concatenate([[0.0], np.cumsum(returns)])
-    first = np.maximum(np.arange(len(returns)) + 1 - window, 0)
+    first = np.maximum(np.arange(len(returns)) + 1 - 100, 0)
     return (sums[1:] - sums[first]) / (np.arange(len(returns)) + 1 - first)
 
 
-def curve(run_dir, global_step, points=CURVE_POINTS):
-    """[(step, mean return of the last 100 episodes)] at even steps of a run, from the first that has an
-    episode behind it; between the ends of episodes on straight lines."""
-    episodes = read_csv(run_dir / "episodes.csv")
+def curve(episodes, global_step, points=CURVE_POINTS):
+    """Rows of episodes.csv -> [(step, mean return of the last 100 episodes)] at even steps of a run. It begins with the
+    first step that has an episode behind it, and is linear between the ends of episodes."""
     steps = np.array([int(row["global_step"]) for row in episodes])
     last = np.flatnonzero(np.diff(steps, append=np.inf))  # where environments end in the same step, the last of them
     means = rolling_mean([float(row["episodic_return"]) for row in episodes])
@@ -177,7 +176,7 @@ def summarise(run_dir):
     defaults = defaults_of(run_dir / f"{args['script']}.py")
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = load_checkpoint(run_dir)
-    means = rolling_mean([float(row["episodic_return"]) for row in episodes])
+    last_100 = [float(row["episodic_return"]) for row in episodes[-100:]]
     record = run_dir / "benchmark.json"
     record = json.loads(record.read_text()) if record.exists() else {}
     if record.get("global_step", checkpoint["global_step"]) != checkpoint["global_step"]:
@@ -188,7 +187,7 @@ def summarise(run_dir):
         "exp_name": args["exp_name"],
         "seed": args["seed"],
         "global_step": checkpoint["global_step"],
-        "last_100_mean": f"{means[-1]:.6g}",
+        "last_100_mean": f"{np.mean(last_100):.6g}",
         "evaluation": f"{record['evaluation']:.6g}" if "evaluation" in record else "",
         "episodes": len(episodes),
         "falls": falls(args["env_id"], args["env_kwargs"], episodes, checkpoint["global_step"]),
@@ -197,5 +196,5 @@ def summarise(run_dir):
         "versions": record.get("versions", ""),
         "commit": record.get("commit", ""),
         "hardware": record.get("hardware", ""),
-        "curve": " ".join(f"{mean:.4g}" for _, mean in curve(run_dir, checkpoint["global_step"])),
+        "curve": " ".join(f"{mean:.4g}" for _, mean in curve(episodes, checkpoint["global_step"])),
     }

@@ -115,13 +115,13 @@ def ours(script, **flags):
 def beside(before, contestants):
     """Our script of a case, beside the same script of another commit, checked out at `before`."""
     (mine,) = (name for name in contestants if name.startswith("ppo_"))
-    run, *steps = contestants[mine]
+    command, short, long = contestants[mine]
 
     def earlier(steps):
-        python, *words = run(steps)
+        python, *words = command(steps)
         return [python, *(word.replace(str(ROOT), str(before)) for word in words)]
 
-    return {"before": (earlier, *steps), mine: (run, *steps)}
+    return {"before": (earlier, short, long), mine: (command, short, long)}
 
 
 def from_checkout(checkout, script, **flags):

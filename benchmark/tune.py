@@ -1,16 +1,14 @@
 """The search of a benchmark/sweeps/*.yaml without wandb: Optuna, one file, any number of workers.
 
-    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --env-ids Hopper-v4 --trials 30
-    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --env-ids Hopper-v4 Walker2d-v4 --seeds 3
-    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study both --trials 0     # what has been found
-    python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-ids Swimmer-v4 --seeds 3 --trials 11
+    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --env-id Hopper-v4 --trials 30
+    python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --trials 0     # what has been found
+    python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-id Swimmer-v4 --seeds 3 --trials 11
 
-A trial trains every task with every seed; a run's figure is the mean raw return of its last 100 training episodes. With
-several tasks, figures are scaled first: random actions are 0, the highest published PPO figure is 1. A seed's score is
-the mean over tasks, a trial's score the median over seeds. After two seeds or more, a trial ends if it is behind the
-best one by a signed-rank test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has
-the script's default settings, unless --no-defaults is given. Then come the trials that the file lists for the task
-under `begin_with`. Each one changes the settings that it names.
+A trial trains the task with every seed. A run's score is the mean raw return of its last 100 training episodes, a
+trial's score the median over seeds. After two seeds or more, a trial ends if it is behind the best one by a signed-rank
+test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has the script's default
+settings, unless --no-defaults is given. Then come the trials that the file lists for the task under `begin_with`. Each
+one changes the settings that it names.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again when a worker starts alone, and its runs go on from their
@@ -32,7 +30,7 @@ from pathlib import Path
 import tyro
 import yaml
 from run import Job, Stopped, run_job
-from run_folder import ROOT, load_script, path_of, read_csv, write_rows
+from run_folder import load_script, path_of, write_rows
 
 try:
     import optuna
@@ -47,8 +45,8 @@ except ModuleNotFoundError as error:
 class Args:  # the comments are what --help prints
     sweep: tyro.conf.Positional[Path]  # a file of benchmark/sweeps/
     study: str  # name of the search, of its file and of its table
-    env_ids: tuple[str, ...] = ()  # tasks of every trial; none given: that of the sweep
-    seeds: int = 1  # how many seeds of each task
+    env_id: str | None = None  # the task; None: that of the sweep
+    seeds: int = 1  # how many seeds
     first_seed: int = 101  # the first of them
     trials: int = 20  # finished trials that the study shall have, those that ended early included
     defaults: bool = True  # begin with the script's default settings
@@ -97,19 +95,6 @@ def suggest(trial, name, spec):
     return trial.suggest_float(name, low, high, log=distribution == "log_uniform_values")
 
 
-def make_scale(env_ids):
-    """{env_id: (the return that counts as 0, the one that counts as 1)}; a task alone is not scaled."""
-    if len(env_ids) == 1:
-        return {env_ids[0]: (0.0, 1.0)}
-    tables = ROOT / "benchmark"
-    published, random = read_csv(tables / "published.csv"), read_csv(tables / "results" / "random.csv")
-    highest = {row["env_id"]: float(row["mean_return"]) for row in published if row["column"] == "highest"}
-    random = {row["env_id"]: float(row["mean_return"]) for row in random}
-    if unknown := [env_id for env_id in env_ids if env_id not in highest or env_id not in random]:
-        raise SystemExit(f"--env-ids: published.csv or results/random.csv has no figure for {', '.join(unknown)}")
-    return {env_id: (random[env_id], highest[env_id]) for env_id in env_ids}
-
-
 def write_table(study, path):
     rows = []
     for trial in study.trials:
@@ -125,13 +110,6 @@ def write_table(study, path):
         write_rows(path, list(dict.fromkeys(name for row in rows for name in row)), rows)
 
 
-def score_of(figures, seed, scale):
-    """Mean over tasks of a trial's figures of this seed, {"ENV_ID seed SEED": mean return}, each on its scale."""
-    return statistics.fmean(
-        (float(figures[f"{env_id} seed {seed}"]) - low) / (high - low) for env_id, (low, high) in scale.items()
-    )
-
-
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of the pruner below
@@ -139,12 +117,13 @@ def main():
     beside = args.sweep.parent / sweep["program"]
     script, space = path_of(beside if beside.is_file() else sweep["program"]), dict(sweep["parameters"])
     tasks = space.pop("env_id", {"value": load_script(script).Args().env_id})
-    env_ids = args.env_ids or tuple(tasks.get("values", [tasks.get("value")]))
+    if not args.env_id and "value" not in tasks:
+        raise SystemExit(f"{args.sweep}: env_id has several values: name one with --env-id")
+    env_id = args.env_id or tasks["value"]
     if args.total_timesteps is not None:
         space["total_timesteps"] = {"value": args.total_timesteps}
-    defaults = vars(load_script(script).parse_args(["--env-id", env_ids[0]]))
+    defaults = vars(load_script(script).parse_args(["--env-id", env_id]))
     check(space, defaults, args.sweep)
-    scale = make_scale(env_ids)
     runs_dir = args.runs_dir.absolute()
     runs_dir.mkdir(parents=True, exist_ok=True)
 
@@ -160,18 +139,18 @@ def main():
         study = optuna.create_study(storage=storage, sampler=sampler, **names)
         # Its scores are to be compared with each other: what they are about stays as it began.
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        about = {"env_ids": env_ids, "seeds": list(seeds), "parameters": space, "program": script.read_text()}
+        about = {"env_id": env_id, "seeds": list(seeds), "parameters": space, "program": script.read_text()}
         about = json.loads(json.dumps(about))
         if args.trials and study.user_attrs.setdefault("about", about) != about:
             raise SystemExit(
-                f"--study {args.study} began with another script, tasks, seeds, steps or parameters: use a new one"
+                f"--study {args.study} began with another script, task, seeds, steps or parameters: use a new one"
             )
         if args.trials:
             study.set_user_attr("about", about)
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = str(list(defaults["hidden_sizes"]))  # as the files have it
-            for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_ids[0], []):
+            for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_id, []):
                 study.enqueue_trial(defaults | changes, skip_if_exists=True)
             retry_killed_trials(study, workers)
         fcntl.flock(workers, fcntl.LOCK_SH)
@@ -193,12 +172,11 @@ def main():
         scores = []  # of each seed
         try:
             for seed in seeds:
-                for env_id in env_ids:
-                    row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 0), None, children, stop)
-                    if row is None:
-                        raise RuntimeError(f"{env_id}: no episode has ended")
-                    trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
-                scores.append(score_of(trial.user_attrs, seed, scale))
+                row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 0), None, children, stop)
+                if row is None:
+                    raise RuntimeError(f"{env_id}: no episode has ended")
+                trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])
+                scores.append(float(row["last_100_mean"]))
                 trial.report(scores[-1], seed)
                 if len(scores) < len(seeds) and trial.should_prune():
                     raise optuna.TrialPruned

@@ -65,7 +65,7 @@ def test_row_of_a_run(run_dir, tmp_path):
     (run_dir / "benchmark.json").write_text(json.dumps(FIGURES | {"global_step": 2048}))
     assert report.summarise(run_dir)["evaluation"] == ""  # it has learned since
 
-    points = run_folder.curve(run_dir, row["global_step"])
+    points = run_folder.curve(run_folder.read_csv(run_dir / "episodes.csv"), row["global_step"])
     step, mean = points[-1]
     assert (step, mean) == (4096, pytest.approx(np.mean(returns[-100:])))
     early = [float(row["episodic_return"]) for row in episodes if int(row["global_step"]) <= 1024]

@@ -118,8 +118,9 @@ def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
     def evaluation(eval_episodes):
         args = suites.Args("classic", seeds=1, eval_episodes=eval_episodes, runs_dir=tmp_path, **ONE_RUN)
         (job,) = suites.make_jobs(args, QUICK)
-        assert suites.run_job(job)["evaluation"] == f"{json.loads(record.read_text())['evaluation']:.6g}"
-        return json.loads(record.read_text())
+        row, recorded = suites.run_job(job, None, set(), threading.Event()), json.loads(record.read_text())
+        assert row["evaluation"] == f"{recorded['evaluation']:.6g}"
+        return recorded
 
     def claim(**facts):
         record.write_text(json.dumps({"evaluation": -1.0, "commit": commit, "versions": ""} | facts))

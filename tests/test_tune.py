@@ -108,8 +108,7 @@ def write_sweep(folder, **changes):
 
 
 def test_killed_worker(tmp_path, main):
-    """SIGKILL leaves a trial that is running. Started again, at once, the search goes on with its settings. Every trial
-    trains all tasks of the file."""
+    """SIGKILL leaves a trial that is running. Started again, at once, the search goes on with its settings."""
     (tmp_path / "runs").mkdir()
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/runs/s.db", study_name="s", direction="maximize")
     killed = study.ask()
@@ -119,11 +118,13 @@ def test_killed_worker(tmp_path, main):
     }
     sweep = write_sweep(tmp_path, env_id={"values": ["CartPole-v1", "MountainCar-v0"]})
     words = [sweep, "--study=s", "--trials=1", "--no-defaults", f"--runs-dir={tmp_path}/runs"]
+    assert "name one with --env-id" in main(tune, *words).returncode
+    words.append("--env-id=MountainCar-v0")
     assert "the best is" in main(tune, *words, "--total-timesteps=4096").stdout
     failed, complete = run_folder.read_csv(tmp_path / "runs" / "s.csv")
     assert (failed["state"], complete["state"]) == ("FAIL", "COMPLETE")
     assert {name: float(complete[name]) for name in settings} == settings
-    assert float(complete["CartPole-v1 seed 101"]) > 0 and float(complete["MountainCar-v0 seed 101"]) == -200
+    assert float(complete["score"]) == float(complete["MountainCar-v0 seed 101"]) == -200
 
 
 @pytest.mark.parametrize(
