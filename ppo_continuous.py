@@ -15,7 +15,7 @@
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
-3. Rewards are divided by the standard deviation of the discounted return. Logged returns are raw.
+3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
@@ -90,7 +90,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = False  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the value's change since the advantages were computed, as in OpenAI's baselines
+    clip_vloss: bool = False  # keep the new value within clip_coef of the old one, as in OpenAI's baselines
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
@@ -229,8 +229,8 @@ class Agent(nn.Module):
 def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     """rewards (T, N) / standard deviation of the discounted return, clipped to +-10 -> (T, N)
 
-    discounted_returns (N,) looks back: G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where ended
-    (T, N) is True. It and return_rms are updated in place. No mean is subtracted."""
+    discounted_returns (N,) sums past rewards: G_t = r_t + gamma * G_{t-1}, as in baselines. It restarts at 0 where
+    ended (T, N) is True. It and return_rms are updated in place. No mean is subtracted."""
     all_returns = torch.empty_like(rewards, dtype=torch.float64)  # (T, N)
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
@@ -338,7 +338,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
-        # One vector holds all parameters, for a faster Adam. Create modules above. The loss must use every parameter.
+        # One vector of all parameters makes Adam faster. Modules made below are not trained. The loss must use all.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)  # now they are views of it
@@ -441,7 +441,7 @@ def train(args=None, resume=None):
                     break
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
-                if not (np.abs(x) < 1e15).all():  # NaN too. Squares of larger numbers may not fit float32.
+                if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
                     raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
@@ -582,7 +582,7 @@ class Run:
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration remains
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -665,7 +665,8 @@ class Run:
             self.wandb.finish()
         if self.recent_returns:
             print(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
-        script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        script = os.path.relpath(__file__)
+        env_id = f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
         finished = self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps
         word = "evaluate" if finished else "resume"
         if (self.dir / "checkpoint.pt").exists():

@@ -755,7 +755,7 @@ class Run:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.dir is None:
             return
-        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # else these settings train nothing
+        if self.global_step <= self.total_steps - args.num_envs * args.num_steps:  # an iteration remains
             about = {"script": Path(__file__).stem, "version": __version__, **vars(args)}
             (self.dir / "args.json").write_text(json.dumps(about, indent=2))
             (self.dir / Path(__file__).name).write_text(Path(__file__).read_text())
@@ -836,7 +836,8 @@ class Run:
             self.wandb.finish()
         if self.recent_returns:
             print(f"mean return of the last {len(self.recent_returns)} episodes: {np.mean(self.recent_returns):.1f}")
-        script, env_id = os.path.relpath(__file__), f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
+        script = os.path.relpath(__file__)
+        env_id = f" --env-id {self.args.env_id}" if ":" in self.args.env_id else ""
         finished = self.global_step > self.total_steps - self.args.num_envs * self.args.num_steps
         word = "evaluate" if finished else "resume"
         if (self.dir / "checkpoint.pt").exists():
