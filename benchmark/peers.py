@@ -62,13 +62,15 @@ class Args:  # the comments are what --help prints
 
 def hyperparameters(algorithm, settings, env_id):
     """RL Zoo's settings of a task, or the library's defaults. None where RL Zoo has no such task."""
-    if settings == "defaults":
-        chosen = {"policy": "MlpPolicy"}
-        if "MiniGrid-" in env_id:  # SB3 takes the grid of small numbers for an image and divides it by 255
-            chosen["policy_kwargs"] = {"normalize_images": False}
-        return chosen
-    path = Path(rl_zoo3.__file__).parent / "hyperparams" / f"{algorithm}.yml"
-    return yaml.safe_load(path.read_text()).get(NEAREST.get(env_id, env_id))
+    chosen = {"policy": "MlpPolicy"}
+    if settings == "zoo":
+        path = Path(rl_zoo3.__file__).parent / "hyperparams" / f"{algorithm}.yml"
+        chosen = yaml.safe_load(path.read_text()).get(NEAREST.get(env_id, env_id))
+    if chosen and "MiniGrid-" in env_id:
+        # Floats: SB3 divides a grid of bytes by 255, and its rollout buffer rounds normalized bytes to bytes.
+        wrappers = [chosen.get("env_wrapper"), {"gymnasium.wrappers.DtypeObservation": {"dtype": "float32"}}]
+        chosen["env_wrapper"] = [x for x in wrappers if x]
+    return chosen
 
 
 def run(algorithm, settings, task, seed, budget, about):
