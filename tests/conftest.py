@@ -114,13 +114,6 @@ def minibatches(script, watch):
 
 
 @pytest.fixture
-def rollouts(script, watch):
-    """From now on, what each estimate of advantages begins with: (agent, obs, last_obs, final_obs, ...), a result.
-    ppo_rnn.py: (agent, rollout, ...)."""
-    return watch(script, "estimate_advantages")
-
-
-@pytest.fixture
 def main(monkeypatch, capsys):
     """main(script, *flags): the command line in this process, which is much faster than in a new one. Gives the exit
     status and what was printed. An error that the script leaves to Python is raised."""

@@ -110,20 +110,6 @@ class Shaped(Target):
         return {"a": self.target.copy(), "b": 2}, 0.0, False, True, {}
 
 
-class Integers(Target):
-    """Observations that are integers."""
-
-    def __init__(self, discrete):
-        super().__init__(discrete)
-        self.observation_space = gym.spaces.MultiDiscrete([5, 5])
-
-    def reset(self, *, seed=None, options=None):
-        return (super().reset(seed=seed)[0] * 2 + 2).astype(np.int64), {}
-
-    def step(self, action):
-        return np.array([2, 3]), 1.0, True, False, {}
-
-
 class OtherTypes(Target):
     """Observations that are true or false, actions of 32-bit integers or 64-bit numbers."""
 
@@ -225,6 +211,6 @@ register("Target", Target)
 register("NanReward", Broken)
 for where in ("raise", "interrupt", "slow"):
     register(where.title(), Broken, where=where)
-for environment in (Shaped, Integers, OtherTypes, Pair, Whole, OneArray):
+for environment in (Shaped, OtherTypes, Pair, Whole, OneArray):
     register(environment.__name__, environment)
 gym.register("masks/Masked-v0", Masked)

@@ -1,6 +1,5 @@
 """What the tests of recipes/ share: scripts with recipes applied, small runs, agents, environments."""
 
-import csv
 import functools
 import importlib.util
 import math
@@ -13,7 +12,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-from conftest import ROOT, SMALL, Policy
+from conftest import ROOT, SMALL, Policy, rows
 from probes import register
 
 from benchmark import self_play_envs
@@ -65,8 +64,7 @@ def flat(agent):
 
 def episodes(run_dir):
     """episodes.csv without the clock"""
-    with open(Path(run_dir, "episodes.csv")) as file:
-        return [row[:3] for row in csv.reader(file)]
+    return [row[:3] for row in rows(run_dir)]
 
 
 def small(module, tmp_path, **changes):

@@ -43,12 +43,7 @@ def test_commands_of_the_benchmark_parse(tmp_path):
     import tune
     import tyro
 
-    for tool in (report, speed):
-        commands = {*re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)}
-        assert commands
-        for command in commands:
-            tyro.cli(tool.Args, args=command.split())
-    for tool in (run, tune):
+    for tool in (report, speed, run, tune):
         commands = {*re.findall(rf"python benchmark/{tool.__name__}\.py( [^\n#`]*)", PAGES + tool.__doc__)}
         assert commands
         for command in commands:
@@ -57,7 +52,7 @@ def test_commands_of_the_benchmark_parse(tmp_path):
             if tool is run:
                 args = dataclasses.replace(args, runs_dir=tmp_path)
                 assert run.make_jobs(args, flags.replace("cuda", "cpu").split())  # refused where there is none
-            else:
+            if tool is tune:
                 assert (ROOT / args.sweep).is_file()
 
 
@@ -72,7 +67,6 @@ def test_table_of_defaults(monkeypatch):
             shown = {"on": True, "off": False, "none": None, "64 64": (64, 64), "-": "no such flag"}
             value = getattr(args, name.replace("-", "_"), "no such flag")
             assert value == (shown[cell] if cell in shown else float(cell)), name
-    assert (columns[3].cell, columns[3].memory_size) == ("lstm", 128)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)

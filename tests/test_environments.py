@@ -13,9 +13,9 @@ import torch
 from conftest import ONE, SMALL, assert_one_line, flags_of, probe, rows, scalars
 
 
-@pytest.mark.parametrize("name", ["Shaped", "Integers", "OtherTypes"])
+@pytest.mark.parametrize("name", ["Shaped", "OtherTypes"])
 def test_other_spaces(script, small_args, name):
-    """Dictionaries, integers and booleans become a vector, actions take the shape and the type of their space."""
+    """Dictionaries and booleans become a vector, actions take the shape and the type of their space."""
     env_id = probe(script, name)
     _, run_dir = script.train(small_args(env_id=env_id))
     assert script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 2).shape == (2,)

@@ -87,10 +87,11 @@ def statistics_of_sb3(rows):
     return rms
 
 
-def test_statistics_and_what_they_normalise(script, small_args, rollouts):
+def test_statistics_and_what_they_normalise(script, small_args, watch):
     """All observations of a rollout, those after its last step and final ones too, are normalised by the statistics of
     the rollouts before; in the first rollout by mean 0 and variance 1. The statistics are merged once per rollout, and
     equal those of SB3, which sees the raw rows of all rollouts at once."""
+    rollouts = watch(script, "estimate_advantages")
     agent, run_dir = script.train(small_args(env_id=probe(script, "AlignedChain"), total_timesteps=48 * 5, **ALIGNED))
     assert len(rollouts) == 5
     raw, _ = aligned_rows(6)

@@ -63,8 +63,6 @@ def all_gone(pids):
 def test_weights_are_those_of_the_ordinary_run(script, tmp_path, small_args, task, kwargs, sizes):
     """After 20 iterations, to the last bit, and all logs: with three processes for four environments, first episodes
     that are cut short, truncations, masks, and observations that are no vectors."""
-    if task.startswith("Bipedal"):
-        pytest.importorskip("Box2D")
     sizes = SMALL | {"update_epochs": 1} | sizes
     sizes["total_timesteps"] = 20 * sizes["num_envs"] * sizes["num_steps"]
     in_three = {"env_id": f"benchmark.process_envs:{task}", "env_kwargs": json.dumps(kwargs | {"num_workers": 3})}

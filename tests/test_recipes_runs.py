@@ -14,38 +14,44 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("env_id", ["InvertedPendulum-v4", "Wanderer-v0", "box/Chain-v0"])
-def test_exact_resume(env_id, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "recipes, env_id",
+    [
+        (["exact_resume"], "InvertedPendulum-v4"),
+        (["exact_resume"], "Wanderer-v0"),
+        (["exact_resume"], "box/Chain-v0"),
+        ([], "Wanderer-v0"),
+    ],
+)
+def test_exact_resume(recipes, env_id, tmp_path, capsys, monkeypatch):
     """A run that was killed in its eighth iteration, and went on from the checkpoint of the sixth, ends with the same
     agent and the same episodes as one that was not. Without the recipe it does not. The chain counts its episodes, and
     does not repeat itself: the run goes on with new ones."""
+    script = with_recipes("ppo_continuous", *recipes)
     changes = {"env_id": env_id, "total_timesteps": 640, "stagger_envs": True, "recompute_advantages": False}
-    for recipes in (["exact_resume"], []):
-        script = with_recipes("ppo_continuous", *recipes)
-        args = small(script, tmp_path, **changes, exp_name=f"whole{len(recipes)}")
-        whole, run_dir = script.train(args)
-        original, iterations = script.explained_variance, []
+    args = small(script, tmp_path, **changes, exp_name="whole")
+    whole, run_dir = script.train(args)
+    original, iterations = script.explained_variance, []
 
-        def killed_in_the_eighth(values, returns, original=original, iterations=iterations, args=args):
-            iterations.append(len(iterations) + 1)
-            args.checkpoint_interval = 0.0 if len(iterations) == 6 else 1e9  # the sixth saves
-            if len(iterations) == 8:
-                raise Killed
-            return original(values, returns)
+    def killed_in_the_eighth(values, returns):
+        iterations.append(len(iterations) + 1)
+        args.checkpoint_interval = 0.0 if len(iterations) == 6 else 1e9  # the sixth saves
+        if len(iterations) == 8:
+            raise Killed
+        return original(values, returns)
 
-        monkeypatch.setattr(script, "explained_variance", killed_in_the_eighth)
-        args.exp_name = f"killed{len(recipes)}"
-        with pytest.raises(Killed):
-            script.train(args)
-        monkeypatch.setattr(script, "explained_variance", original)
-        (other_dir,) = Path(args.runs_dir).glob(f"*{args.exp_name}*")
-        assert script.load_checkpoint(other_dir)["global_step"] == 6 * 64
-        resumed, _ = script.train(resume=other_dir)
-        states = [agent.state_dict() for agent in (whole, resumed)]
-        equal = all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-        exact = recipes != [] and env_id != "box/Chain-v0"
-        assert equal == exact and (episodes(run_dir) == episodes(other_dir)) == exact
-        assert ("new episodes" in capsys.readouterr().out) == (recipes != [] and env_id == "box/Chain-v0")
+    args.exp_name = "killed"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(script, "explained_variance", killed_in_the_eighth)
+        script.train(args)
+    (other_dir,) = Path(args.runs_dir).glob("*killed*")
+    assert script.load_checkpoint(other_dir)["global_step"] == 6 * 64
+    resumed, _ = script.train(resume=other_dir)
+    states = [agent.state_dict() for agent in (whole, resumed)]
+    equal = all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    exact = recipes != [] and env_id != "box/Chain-v0"
+    assert equal == exact and (episodes(run_dir) == episodes(other_dir)) == exact
+    assert ("new episodes" in capsys.readouterr().out) == (env_id == "box/Chain-v0")
 
 
 def test_exact_resume_with_other_environments(tmp_path, capsys):
