@@ -15,15 +15,16 @@
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
 As in DeepSpeed-Chat, the actor begins as a copy of the supervised language model (the reference), and the critic as a
-copy of the reward model (--reward: of the reference, with an output layer of zeros). These two learn. An answer is an
-episode, each token an action.
+copy of the reward model. With --reward, it begins as a copy of the reference with an output layer of zeros. These two
+learn. An answer is an episode, each token an action.
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token's also includes the clipped
    score, even if the length limit cut the answer. DeepSpeed-Chat adds the score one token later if an answer ends early
    and EOS is not padding.
-2. An answer ends at its first end token, which is trained like any other. DeepSpeed-Chat does not train it where
-   padding is EOS (GPT-2). Here padding is masked, whatever its id.
+2. An answer ends at its first end token, which is trained like any other, and at which the score is read. Where padding
+   is EOS (GPT-2), DeepSpeed-Chat does not train it, and reads the score before it. Here padding is masked, whatever its
+   id.
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
@@ -118,7 +119,8 @@ def join_answers(prompt_ids, prompt_mask, answers, end_tokens):
     """Prompts (B, P) and answers (B, R) -> sequences and attention mask (B, L), and which tokens of the answers are
     actions (B, R) bool: all up to and including the first end token. What follows is padding, whatever its id."""
     is_end = torch.isin(answers, torch.as_tensor(end_tokens, device=answers.device)).long()
-    mask = is_end.cumsum(-1) - is_end == 0  # no end token before this one
+    ends_before = is_end.cumsum(-1) - is_end
+    mask = ends_before == 0
     return torch.cat([prompt_ids, answers], 1), torch.cat([prompt_mask, mask.long()], 1), mask
 
 
@@ -157,7 +159,7 @@ def get_log_probs(model, sequences, attention_mask, mask, temperature):
 def score_tokens(model, sequences, attention_mask):
     """The output of the layer `score` of critic or reward model at every token, (B, L)"""
     hidden = model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
-    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 would round values from 2 to 4 to 1/64
+    with torch.autocast(hidden.device.type, enabled=False):  # between 2 and 4, bfloat16 has steps of 1/64
         return model.score(hidden.float()).squeeze(-1)
 
 
@@ -199,8 +201,8 @@ def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
 
 
 def compute_advantages(rewards, values, mask, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016) -> advantages, returns of the tokens of answers, 0 after
-    them; all (B, R). The last token ends the episode, EOS or not: the score is for the text within the limit."""
+    """Generalized advantage estimation (Schulman et al. 2016) -> advantages, returns (B, R). Both are 0 after the
+    answer. Its last token ends the episode, EOS or not: the score is for the text within the limit."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
     advantages = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -230,7 +232,7 @@ def apply_gradient(model, optimizer, max_grad_norm):
     """One optimizer step of a model. Averages its gradient over ranks and clips the norm first."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # the loss does not use it
+            if parameter.grad is None:  # this rank's loss did not use it; all ranks average the same parameters
                 parameter.grad = torch.zeros_like(parameter)
             average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
@@ -270,14 +272,13 @@ def train(args=None, resume=None):
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=on_cuda and args.bf16)
         tokenizer, reference, reward_model = make_models(args, device, resume)
         prompts = load_prompts(args, tokenizer, reference, reward_model)
-        if num_ranks > 1:  # weights of rank 0 for all: processors may round the built-in models differently
+        if num_ranks > 1:  # all start from the weights of rank 0: built-in models may differ by rounding
             for parameter in [*reference.parameters(), *reward_model.parameters()]:
                 dist.broadcast(parameter, src=0)
         actor, critic = (copy.deepcopy(model).requires_grad_(True) for model in (reference, reward_model))
         if args.reward:
-            reward_model = None  # it was the critic's beginning only: free its memory
-        checkpointing = on_cuda and args.gradient_checkpointing
-        if checkpointing:
+            reward_model = None  # only the critic needed it: free its memory
+        if checkpointing := on_cuda and args.gradient_checkpointing:
             actor.gradient_checkpointing_enable()
             critic.gradient_checkpointing_enable()
         actor_optimizer = torch.optim.Adam(actor.parameters(), betas=(0.9, 0.95))
@@ -301,16 +302,16 @@ def train(args=None, resume=None):
             store_in_bfloat16(*filter(None, (reference, reward_model)))
 
         for iteration in range(run.iteration + 1, num_iterations + 1):
-            # A seed for every iteration: a resumed run draws the same numbers. Other ranks draw others.
+            # Each iteration and rank has a seed, so a resumed run draws the same numbers.
             torch.manual_seed(int(np.random.SeedSequence([args.seed, rank, iteration]).generate_state(1)[0]))
-            remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
-            actor_optimizer.param_groups[0]["lr"] = actor_lr * (remaining if args.anneal_lr else 1.0)
-            critic_optimizer.param_groups[0]["lr"] = critic_lr * (remaining if args.anneal_lr else 1.0)
+            lr_scale = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # from 1 to nearly 0
+            actor_optimizer.param_groups[0]["lr"] = actor_lr * lr_scale
+            critic_optimizer.param_groups[0]["lr"] = critic_lr * lr_scale
 
             # ------------------------------------------------------------------------------------------------ rollout
             start_time = time.time()
-            place = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of an iteration
-            iteration_prompts = draw_prompts(prompts, place, B, args.seed)
+            first_prompt = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of an iteration
+            iteration_prompts = draw_prompts(prompts, first_prompt, B, args.seed)
             actor.eval()
             critic.eval()
             with autocast:
@@ -350,8 +351,8 @@ def train(args=None, resume=None):
                     actor_optimizer.zero_grad()
                     critic_optimizer.zero_grad()
                     for part, part_advantages in zip(minibatch.split(S), mb_advantages.split(S)):
-                        inputs = sequences[part], attention_mask[part], mask[part]
                         used = mask[part]  # x[used] is (tokens,), without the padding
+                        inputs = sequences[part], attention_mask[part], used
                         weight = used.sum() / num_tokens  # losses are means over the tokens of the minibatch
                         with autocast:
                             new_log_probs, entropy = (x[used] for x in get_log_probs(actor, *inputs, args.temperature))
@@ -380,7 +381,7 @@ def train(args=None, resume=None):
                 "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3, never below 0
                 "charts/clipped_scores": (scores.abs() > args.clip_reward).float().mean(),  # share of the answers
                 "charts/response_length": mask.sum(-1).float().mean(),
-                # The share of answers that end with an end token. Padding is one too.
+                # The share of answers that end with an end token. Shorter ones are padded with it.
                 "charts/ended": torch.isin(sequences[:, -1], end_tokens).float().mean(),
                 **{f"losses/{name}": x / args.ppo_epochs / args.num_minibatches for name, x in zip(names, metrics)},
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
@@ -388,7 +389,7 @@ def train(args=None, resume=None):
             if args.model is None:
                 task_scores = [task_score(answer) for _, answer in texts]
                 scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
-            # Times num_ranks: the loop below takes the mean. The update's tokens include prompts, once per epoch.
+            # Times num_ranks, because ranks are averaged below. The update's tokens include prompts, once per epoch.
             token_counts = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
             scalars["charts/generated_tokens_per_second"] = token_counts[0] / (generated_at - start_time)
             scalars["charts/trained_tokens_per_second"] = token_counts[1] / (time.time() - update_began_at)
@@ -397,7 +398,7 @@ def train(args=None, resume=None):
             scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
             run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
             if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
-                run.save_model(actor, tokenizer, "actor")  # first: after a kill in between, --resume writes it again
+                run.save_model(actor, tokenizer, "actor")  # first: after a kill between the two, --resume repeats both
                 run.save(learners)
         return actor, run.dir
 
@@ -603,10 +604,11 @@ def load_prompts(args, tokenizer, reference, reward_model):
         if len(ids) + response_length > context:
             raise UsageError(f"{place}: {len(ids)} tokens and --response-length exceed the context of {context}")
         prompts.append(ids)
-    # The last prompt shows what the tokenizer and the file do to all.
+    # Check the last prompt only: the others were prepared alike.
     if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
-    if tokenizer.chat_template and not any(token in str(prompt) for token in ["role", *tokenizer.all_special_tokens]):
+    plain = isinstance(prompt, str) and not any(token in prompt for token in tokenizer.all_special_tokens)
+    if tokenizer.chat_template and plain:
         print(f"prompts lack the chat template of the tokenizer; to apply it, write {form} in .jsonl", file=sys.stderr)
     return prompts
 
@@ -778,7 +780,7 @@ def evaluate(run_dir, args):
     device, *_ = start_device(args)
     tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
-    # requires_grad: autocast keeps rounded weights only of such parameters, and rounds others again for every token.
+    # requires_grad: of other parameters, autocast would round the weights again for every token.
     actor = copy.deepcopy(reference).requires_grad_(True)
     actor.load_state_dict(load_checkpoint(run_dir)["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
@@ -791,8 +793,9 @@ def evaluate(run_dir, args):
         with autocast:
             sequences, _, mask = batch = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
             log_probs, ref_log_probs = (get_log_probs(x, *batch, args.temperature)[0] for x in (actor, reference))
-            texts += decode(tokenizer, some, sequences, mask)
-            scores.append(score_answers(args, reward_model, batch, texts[start:], S))
+            pairs = decode(tokenizer, some, sequences, mask)
+            scores.append(score_answers(args, reward_model, batch, pairs, S))
+            texts += pairs
         kls.append((log_probs - ref_log_probs).masked_fill(~mask, 0.0).sum(-1))
     return texts, torch.cat(scores), torch.cat(kls)
 
