@@ -133,7 +133,7 @@ def test_chat_template(models, rlhf_args, tmp_path, capsys):
     """Messages get the template, once. Plain texts are taken as they are, and one line says how to apply it."""
     (tmp_path / "chat.jsonl").write_text(CHAT + "\n" + CHAT.replace("soup", "cake") + "\n")
     (tmp_path / "rendered.jsonl").write_text('{"prompt": "us how is the soup ? <eos> it is"}\n')
-    (tmp_path / "plain.jsonl").write_text('{"prompt": "how is the soup ?"}\n' * 2)
+    (tmp_path / "plain.jsonl").write_text('{"prompt": "how is the soup ?"}\n{"prompt": "the role ?"}\n')
     models[0].chat_template = TEMPLATE
     for name, hint in (("chat", False), ("rendered", False), ("plain", True)):
         texts = tokens(rlhf_args(prompts=str(tmp_path / f"{name}.jsonl")), *models)
