@@ -476,7 +476,7 @@ def draw_curves(runs, path):
                 legend[text] = axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1.2)
         counts = sorted({len(curves) for curves in settings.values()})
         count = (" or " if len(counts) == 2 else " to ").join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        axis.set_title(f"{re.sub('.*[:/]|popgym-', '', env_id)} ({count} run{'s' * (count != '1')})", fontsize=11)
+        axis.set_title(f"{re.sub('.*[:/]|popgym-', '', env_id)} ({count} run{'s' * (count != '1')})", fontsize=10)
         axis.set_xlim(left=0)
         axis.locator_params(nbins=4)
         axis.grid(alpha=0.25)
