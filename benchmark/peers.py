@@ -67,7 +67,7 @@ def hyperparameters(algorithm, settings, env_id):
         path = Path(rl_zoo3.__file__).parent / "hyperparams" / f"{algorithm}.yml"
         chosen = yaml.safe_load(path.read_text()).get(NEAREST.get(env_id, env_id))
     if chosen and "MiniGrid-" in env_id:
-        # Floats: SB3 divides a grid of bytes by 255, and its rollout buffer rounds normalized bytes to bytes.
+        # Floats: SB3 divides a grid of bytes by 255, and its rollout buffer stores their normalized values as bytes.
         wrappers = [chosen.get("env_wrapper"), {"gymnasium.wrappers.DtypeObservation": {"dtype": "float32"}}]
         chosen["env_wrapper"] = [x for x in wrappers if x]
     return chosen

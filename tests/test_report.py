@@ -288,7 +288,7 @@ def test_compare_two_settings(tmp_path, capsys):
         report.write_rows(tmp_path / f"{name}.csv", report.FIELDS, [row | {"last_100_mean": x} for row in rows])
     assert rows[0]["env_id"] in lines("high.csv", "lower.csv")[1]
     assert lines("low.csv", "long.csv")[0][1] == ["", "unlike runs: from 1,000 to 2,000 steps"]
-    assert "-4.45" in mean  # 3,000 of Hopper's 2,761 published and -41 of Reacher's 4.1: 1.09 - 10, halved
+    assert "-4.45" in mean  # Hopper gains 3,000 / 2,761, Reacher loses 41 / 4.1: (1.09 - 10) / 2
     assert lines("one.csv", "other.csv") == named
     report.write_rows(tmp_path / "mixed.csv", report.FIELDS, [rows[0], rows[1] | {"flags": "--gamma=0.9"}])
     with pytest.raises(SystemExit, match="with several flags"):
