@@ -15,6 +15,7 @@
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
+   The first rollout comes before they are known.
 3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
@@ -65,14 +66,14 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
-    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample, with the deviation at the end
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
     env_id: str = "HalfCheetah-v4"  # a gymnasium id with Box actions; observations are flattened into a vector
-    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"forward_reward_weight": 2}'
     total_timesteps: int = 1_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 100  # number of environments (N)
     stagger_envs: bool = True  # shorten each environment's first episode by a different amount, to desynchronize them
@@ -90,13 +91,13 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = False  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # keep the new value within clip_coef of the old one, as in OpenAI's baselines
+    clip_vloss: bool = False  # clip the value loss to clip_coef around the old values, as in OpenAI's baselines
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.25  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
     log_std_init: float = -0.5  # initial log standard deviation
-    log_std_min: float = -1.5  # lower bound of the learned log_std, before anneal_std scales it
+    log_std_min: float = -1.5  # lower bound of the learned log_std, applied before each iteration and before anneal_std
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
 
 
@@ -116,7 +117,7 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        # float64: in float32, new rows would be rounded away after some millions.
+        # float64: float32 loses digits where the mean is large.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -208,8 +209,8 @@ class Agent(nn.Module):
         """(..., A), in which -1 and 1 are the bounds -> (..., *shape of the action space), clipped to the bounds"""
         action = action.reshape(action.shape[:-1] + self.action_low.shape)
         bounded = (self.action_low > -1e30) & (self.action_high < 1e30)  # some spaces write 3.4e38 for infinity
-        center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
-        half_range = torch.where(bounded, self.action_high / 2 - self.action_low / 2, 1.0)
+        center = torch.where(bounded, (self.action_low + self.action_high) / 2, 0.0)
+        half_range = torch.where(bounded, (self.action_high - self.action_low) / 2, 1.0)
         return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
 
     @torch.no_grad()
@@ -238,7 +239,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
         # Reset after the copy, so that the statistics include an episode's last step (as in SB3).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
-    return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
+    return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
@@ -264,7 +265,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: 0, see compute_gae.
+    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -338,10 +339,11 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
-        # One vector of all parameters makes Adam faster. Modules made below are not trained. The loss must use all.
+        # Adam is faster on one vector, so all parameters become views of it. Add modules above; the loss must use all.
+        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
-        nn.utils.vector_to_parameters(flat_parameters, parameters)  # now they are views of it
+        nn.utils.vector_to_parameters(flat_parameters, parameters)
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         run.start(agent, optimizer)
         cleanup.callback(run.close)
@@ -393,7 +395,7 @@ def train(args=None, resume=None):
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # next_obs already belongs to the next episode
+                if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -537,7 +539,7 @@ def make_envs(args, num_envs):
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
         envs.spec = envs.envs[0].spec
     if len(envs.single_observation_space.shape or ()) != 1:
-        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
+        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it")
     if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":
         raise UsageError(f"{args.env_id} has actions {envs.single_action_space}: use ppo_discrete.py, or a wrapper")
     return envs
@@ -550,7 +552,9 @@ def stagger(envs, args):
     if args.stagger_envs and not envs.spec.max_episode_steps:
         hint = """if its episodes end after 1,000 steps, add --env-kwargs '{"max_episode_steps": 1000}'"""
         print(f"{args.env_id} has no registered time limit, so --stagger-envs does nothing; {hint}")
-    elif args.stagger_envs and hasattr(envs, "set_attr"):
+    elif args.stagger_envs and not hasattr(envs, "set_attr"):
+        print(f"{args.env_id} makes a vector of its own without set_attr, so --stagger-envs does nothing")
+    elif args.stagger_envs:
         elapsed_steps = np.arange(args.num_envs) * envs.spec.max_episode_steps // args.num_envs
         envs.set_attr("_elapsed_steps", elapsed_steps.tolist())  # the counter in TimeLimit, which reset sets to 0
     return elapsed_steps > 0
@@ -695,7 +699,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder, with its statistics: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     agent = Agent(state["obs_rms.mean"].shape, state["action_low"], state["action_high"], load_args(run_dir))
     agent.load_state_dict(state)
@@ -703,7 +707,7 @@ def load_agent(run_dir):
 
 
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
-    """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
+    """Play episodes in a new environment -> returns (episodes,). The agent does not change."""
     episodic_returns = np.zeros(episodes)
     devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone

@@ -15,6 +15,7 @@
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
+   The first rollout comes before they are known.
 3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
 4. Discrete: each action dimension has its own softmax. An action that infos["action_mask"] forbids has probability 0.
 5. Box: the policy's -1 and 1 map to the bounds of the action space, where both are finite. The environment gets clipped
@@ -81,7 +82,7 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- environment
     env_id: str = "CartPole-v1"  # a gymnasium id, discrete or Box actions; observations are flattened into a vector
-    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"gravity": 5}'
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"sutton_barto_reward": true}'
     total_timesteps: int = 500_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 8  # number of environments (N)
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
@@ -101,7 +102,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # keep the new value within clip_coef of the old one, as in OpenAI's baselines
+    clip_vloss: bool = False  # clip the value loss to clip_coef around the old values, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
@@ -122,7 +123,7 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        # float64: in float32, new rows would be rounded away after some millions.
+        # float64: float32 loses digits where the mean is large.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -283,8 +284,8 @@ class Agent(nn.Module):
         if not self.is_discrete:
             action = action.reshape(action.shape[:-1] + self.action_low.shape)
             bounded = (self.action_low > -1e30) & (self.action_high < 1e30)  # some spaces write 3.4e38 for infinity
-            center = torch.where(bounded, self.action_low / 2 + self.action_high / 2, 0.0)
-            half_range = torch.where(bounded, self.action_high / 2 - self.action_low / 2, 1.0)
+            center = torch.where(bounded, (self.action_low + self.action_high) / 2, 0.0)
+            half_range = torch.where(bounded, (self.action_high - self.action_low) / 2, 1.0)
             return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
         action = action.reshape(action.shape[:-1] + self.action_start.shape)
         return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
@@ -327,7 +328,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
         # Reset after the copy, so that the statistics include an episode's last step (as in SB3).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
-    return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10).to(rewards.dtype)
+    return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
@@ -355,7 +356,7 @@ def estimate_advantages(agent, rollout, rewards, terminations, truncations, gamm
     all_obs, episode_starts, first_state, final_obs, final_states = rollout
     all_values = agent.get_value(agent.memory.replay(all_obs, episode_starts, first_state))  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].clone()
-    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: 0, see compute_gae.
+    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     final_features, _ = agent.memory.step(final_obs, final_states)
     next_values[truncations] = agent.get_value(final_features)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
@@ -431,10 +432,11 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-        # One vector of all parameters makes Adam faster. Modules made below are not trained. The loss must use all.
+        # Adam is faster on one vector, so all parameters become views of it. Add modules above; the loss must use all.
+        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
-        nn.utils.vector_to_parameters(flat_parameters, parameters)  # now they are views of it
+        nn.utils.vector_to_parameters(flat_parameters, parameters)
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
         run.start(agent, optimizer)
         cleanup.callback(run.close)
@@ -494,7 +496,7 @@ def train(args=None, resume=None):
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # next_obs already belongs to the next episode
+                if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
                     final_states.append(state[truncated])
                 episode_returns += reward
@@ -648,7 +650,7 @@ def make_envs(args, num_envs):
     except (gym.error.Error, TypeError):  # none, or one without this mode
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     if len(envs.single_observation_space.shape or ()) != 1:
-        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
+        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it")
     describe_actions(envs.single_action_space)  # rejects others
     return envs
 
@@ -823,7 +825,7 @@ def load_agent(run_dir):
 
 
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
-    """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
+    """Play episodes in a new environment -> returns (episodes,). The agent does not change."""
     episodic_returns = np.zeros(episodes)
     devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone

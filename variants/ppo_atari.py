@@ -21,12 +21,12 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-7. Atari games follow the protocol of OpenAI's baselines, as ale-py's vector has it: no sticky actions; first FIRE
-   and up to 28 no-ops (29 in games without FIRE); frame skip 4; 4 stacked grey frames of 84 x 84; truncation after
+7. Atari games run in ale-py's vector, nearly as in OpenAI's baselines: no sticky actions; first FIRE and then up to
+   28 no-ops (29 in games without FIRE); frame skip 4; 4 stacked grey frames of 84 x 84; truncation after
    108,000 frames. A lost life counts as a termination, but the game goes on, and nothing presses FIRE: the policy must.
    Logs count whole games. --env-kwargs '{"repeat_action_probability": 0.25}': sticky actions (Machado et al. 2018).
 8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
-The defaults are those of OpenAI's baselines, without its clipped value loss. --preset cleanrl turns that on. Items 1,
+The defaults are those of OpenAI's baselines, but the value loss is not clipped. --preset cleanrl clips it. Items 1,
 5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
 Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (batch), M = T * N / num_minibatches, D = image shape,
@@ -46,7 +46,6 @@ import re
 import shutil
 import sys
 import time
-import warnings
 from collections import deque
 from pathlib import Path
 
@@ -72,7 +71,7 @@ class Args:  # the comments are what --help prints
     seed: int = 1  # random seed; on a CPU, equal seeds give equal runs, to the bit, unless resumed
     torch_deterministic: bool = True  # CUDA: only deterministic cuDNN kernels
     device: str = "auto"  # cpu, cuda or cuda:1; auto: cuda if there is one
-    compile: bool = True  # torch.compile: 20 s to start, then a fifth faster on a CPU; needs a C++ compiler
+    compile: bool = True  # torch.compile: 10 s to start, then faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
     eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
@@ -97,7 +96,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # keep the new value within clip_coef of the old one, as in OpenAI's baselines
+    clip_vloss: bool = False  # clip the value loss to clip_coef around the old values, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
@@ -122,9 +121,9 @@ class NatureCNN(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.channels_last = shape[0] != min(shape)  # the smallest dimension is the channels
+        self.channels_last = shape[0] != min(shape)  # channels are the smallest dimension
         channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
-        height, width = [(x - 28) // 8 for x in pixels]  # after the three convolutions: 7 for 84, 1 for 36
+        height, width = [(x - 28) // 8 for x in pixels]  # after the three convolutions: 84 -> 7, 36 -> 1
         layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
@@ -224,7 +223,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: 0, see compute_gae.
+    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -287,10 +286,10 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # two threads: 1.5 times as fast on idle cores, a third as fast if one is busy
+        torch.set_num_threads(1)  # two: 1.5 times as fast on idle cores, but a third of the speed if one is busy
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
-        run = Run(args, num_iterations * B, cleanup, resume, rank)
+        run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and every resumed run gets other seeds. noise_seed is for networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -299,10 +298,11 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # One vector of all parameters makes Adam faster. Modules made below are not trained. The loss must use all.
+        # Adam is faster on one vector, so all parameters become views of it. Add modules above; the loss must use all.
+        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
-        nn.utils.vector_to_parameters(flat_parameters, parameters)  # now they are views of it
+        nn.utils.vector_to_parameters(flat_parameters, parameters)
         if num_ranks > 1:
             dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
         optimizer = torch.optim.Adam([flat_parameters], args.learning_rate, eps=1e-5, fused=True)
@@ -320,7 +320,8 @@ def train(args=None, resume=None):
             """a minibatch -> gradient of ppo_loss as one vector, and metrics"""
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
-            return torch.cat([x.flatten() for x in gradients]), metrics
+            gradient = torch.cat([x.flatten() for x in gradients])
+            return gradient, metrics
 
         # To change args.ent_coef or another number during the run, see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
@@ -343,14 +344,14 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
             for t in range(T):
-                obs[t].copy_(torch.from_numpy(next_obs), non_blocking=True)  # need not wait for the copy
+                obs[t] = torch.from_numpy(next_obs)
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += args.num_envs
-                if truncated.any():  # next_obs already belongs to the next episode
+                if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -398,7 +399,8 @@ def train(args=None, resume=None):
                     optimizer.step()
                 if stop_update:
                     break
-            for name, x in {"rewards": step_rewards, "weights": flat_parameters.cpu().numpy()}.items():
+            weights = flat_parameters.cpu().numpy()
+            for name, x in {"rewards": step_rewards, "weights": weights}.items():
                 if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
                     raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, not saved in {run.dir}")
 
@@ -440,10 +442,10 @@ def start_device(args):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN: faster, mantissas of 10 bits
         torch.backends.cudnn.deterministic = args.torch_deterministic
-    if not dist.is_torchelastic_launched():
-        return device, 0, 1
-    if not dist.is_initialized():
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        return device, 0, 1
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if args.num_envs % num_ranks or (args.num_envs // num_ranks * args.num_steps) % args.num_minibatches:
         raise UsageError(f"{num_ranks} processes cannot share --num-envs {args.num_envs} or their minibatches equally")
@@ -474,11 +476,10 @@ def compiled(function, args):
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # fallback_random: draw as eager mode does. vec_isa_ok: skip a self-test.
-    options = {"fallback_random": True, "cpp.vec_isa_ok": True}
-    # Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
-    options |= {"cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
+    # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
+    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "cpp.vec_isa_ok": True}
+    options["triton.cudagraphs"] = not on_cpu  # on a GPU, all kernels of a call are one CUDA graph
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
@@ -514,26 +515,26 @@ class VectorMember(gym.Wrapper):
 
 def make_env(args, **kwargs):
     """One environment. Atari: gymnasium's wrappers give the same frames as ale-py's vector."""
-    kwargs = json.loads(args.env_kwargs) | kwargs
     if "ALE/" in args.env_id:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-        env = gym.make(args.env_id, **{"frameskip": 1, "repeat_action_probability": 0.0} | kwargs)
-        return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero")
-    env = VectorMember(gym.make(args.env_id, **kwargs))
+        kwargs = {"frameskip": 1, "repeat_action_probability": 0.0} | json.loads(args.env_kwargs) | kwargs
+        env = gym.wrappers.AtariPreprocessing(gym.make(args.env_id, **kwargs))
+        return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
+    env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
     space = env.observation_space
-    if isinstance(env.unwrapped, ale_py.AtariEnv) and space == env.unwrapped.observation_space:  # without the protocol
+    if isinstance(env.unwrapped, ale_py.AtariEnv) and space == env.unwrapped.observation_space:  # not preprocessed
         raise UsageError(f"{args.env_id}: use the id ALE/NAME-v5")
-    return env
+    return VectorMember(env)
 
 
 def make_envs(args, num_envs):
     """A vector of environments in autoreset mode SAME_STEP: the step that ends an episode returns the first observation
     of the next one, and the final observation in infos["final_obs"]."""
-    with make_env(args) as env:  # fails now if evaluation could not make it later
-        if args.capture_video and "rgb_array" not in env.metadata.get("render_modes", []):
-            raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
+    if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
+        raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
+        make_env(args).close()  # fails now if evaluation could not make it later
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: native code is faster
@@ -572,10 +573,10 @@ def read_masks(infos, sizes):
 class Run:
     """A run's folder (args.json, script, TensorBoard, episodes.csv, checkpoint.pt), W&B and the progress bar."""
 
-    def __init__(self, args, total_steps, cleanup, resume=None, rank=0):
+    def __init__(self, args, total_steps, cleanup, resume=None):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
-        if rank > 0:  # rank 0 writes for all ranks: elsewhere log, save and close do nothing
+        if dist.is_initialized() and dist.get_rank() > 0:  # only rank 0 writes: here log, save and close do nothing
             self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
             self.log = self.save = self.close = lambda *arguments, **options: None
@@ -715,7 +716,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder, with its statistics: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     agent = Agent(state["obs_shape"].tolist(), state["action_sizes"], state["action_start"], load_args(run_dir))
     agent.load_state_dict(state)
@@ -723,7 +724,7 @@ def load_agent(run_dir):
 
 
 def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
-    """Play episodes in a new environment -> returns (episodes,). The agent and its statistics do not change."""
+    """Play episodes in a new environment -> returns (episodes,). The agent does not change."""
     episodic_returns = np.zeros(episodes)
     devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
@@ -764,7 +765,6 @@ def parse_args(words, default=None):
 
 
 def main():
-    warnings.filterwarnings("ignore", r"\s*Online softmax")  # of torch.compile on CUDA, which users cannot act on
     sys.path.append(os.getcwd())  # for --env-id my_module:Mine-v0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     one_of = parser.add_mutually_exclusive_group()

@@ -369,7 +369,7 @@ def train(args=None, resume=None):
     # envs.reset and envs.step without gradients: if a simulator contains networks, their graph would grow step by step.
     reset, step = torch.no_grad()(envs.reset), torch.no_grad()(envs.step)
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
-        run = Run(args, num_iterations * B, cleanup, resume, rank)
+        run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
         # Every rank and resumption has its own seeds: one for networks, noise and permutations, one for simulators.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
@@ -519,7 +519,7 @@ def train(args=None, resume=None):
             checked = {"observations": raw_obs, "critic observations": raw_critic_obs, "rewards": rewards}
             for name, x in {**checked, "weights": flat_parameters}.items():
                 if not x.isfinite().all():
-                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
+                    raise UsageError(f"NaN or infinity in the {name}: stopped, not saved in {run.dir}")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -564,10 +564,10 @@ def start_device(args):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)  # JAX takes only tensors of the current device
         torch.set_float32_matmul_precision("high")  # TF32: several times as fast, mantissas of 10 bits
-    if not dist.is_torchelastic_launched():
-        return device, 0, 1
-    if not dist.is_initialized():
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        return device, 0, 1
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     columns = args.num_envs // num_ranks * args.num_steps // (args.unroll_length or 1)
     if args.num_envs % num_ranks or columns % args.num_minibatches:
@@ -598,11 +598,10 @@ def compiled(function, args):
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` in this process compiled
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    # fallback_random: draw as eager mode does. vec_isa_ok: skip a self-test.
-    options = {"fallback_random": True, "cpp.vec_isa_ok": True}
-    # Call the kernels from C++ on a CPU, by a CUDA graph on a GPU.
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
-    options |= {"cpp_wrapper": on_cpu, "triton.cudagraphs": not on_cpu}
+    # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
+    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "cpp.vec_isa_ok": True}
+    options["triton.cudagraphs"] = not on_cpu  # on a GPU, all kernels of a call are one CUDA graph
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
@@ -725,10 +724,10 @@ def make_envs(args, num_envs, device):
 class Run:
     """A run's folder (args.json, script, TensorBoard, episodes.csv, checkpoint.pt), W&B and the progress bar."""
 
-    def __init__(self, args, total_steps, cleanup, resume=None, rank=0):
+    def __init__(self, args, total_steps, cleanup, resume=None):
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
-        if rank > 0:  # rank 0 writes for all ranks: elsewhere log, save and close do nothing
+        if dist.is_initialized() and dist.get_rank() > 0:  # only rank 0 writes: here log, save and close do nothing
             self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
             self.log = self.save = self.close = lambda *arguments, **options: None
@@ -866,7 +865,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder, with its statistics: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     sizes = len(state["obs_rms.mean"]), len(state["critic_obs_rms.mean"])
     agent = Agent(*sizes, state["action_low"], state["action_high"], load_args(run_dir))
@@ -892,7 +891,7 @@ def export_actor(run_dir):
 
 @torch.no_grad()
 def evaluate(agent, envs, seed, deterministic=True):
-    """The return of each environment's first episode, (N,). The agent and its statistics do not change."""
+    """The return of each environment's first episode, (N,). The agent does not change."""
     running = torch.ones(envs.num_envs, dtype=torch.bool, device=agent.action_low.device)
     episodic_returns = torch.zeros_like(running, dtype=torch.float32)
     devices = {x.device for x in agent.parameters() if x.is_cuda}  # fork_rng's default is every GPU

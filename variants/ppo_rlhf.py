@@ -433,10 +433,10 @@ def start_device(args):
         torch.cuda.set_device(device)
         # Padding on the left attends to nothing, for which cuDNN's attention gives NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if not dist.is_torchelastic_launched():
-        return device, 0, 1
-    if not dist.is_initialized():
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        return device, 0, 1
     return device, dist.get_rank(), dist.get_world_size()
 
 
