@@ -519,7 +519,7 @@ def train(args=None, resume=None):
             checked = {"observations": raw_obs, "critic observations": raw_critic_obs, "rewards": rewards}
             for name, x in {**checked, "weights": flat_parameters}.items():
                 if not x.isfinite().all():
-                    raise UsageError(f"NaN or infinity in the {name}: stopped, not saved in {run.dir}")
+                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
