@@ -22,9 +22,9 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
    actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. The memory's state carries over between rollouts, and is zero when an episode starts. The critic values the final
-   observation of a truncated episode with the state after its last step.
+   observation of a truncated episode with the state of that episode, not with zeros.
 8. A minibatch contains all T steps of n environments. The update replays them in order, from the state stored at the
-   rollout's start. The gradient stops at the start of the episode or of the rollout.
+   rollout's start. The gradient stops at the start of the episode or of the rollout, whichever is later.
 None of the items above is in the paper (Schulman et al. 2017). Nor are gradient clipping, orthogonal weights,
 --norm-adv, --clip-vloss and --recompute-advantages.
 
@@ -33,8 +33,8 @@ critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). K = action dimen
 of the choices (Discrete) or K (Box, whose masks have no columns). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
-episode_starts[t]: an episode starts at obs[t], so the memory is zeroed before it. Row 0 is always False: where obs[0]
-starts an episode, first_state is zero already.
+episode_starts[t]: an episode starts at obs[t], so the memory is zeroed before it. Row 0 is False, because first_state,
+the state before obs[0], is already zero there.
 """
 
 import argparse
@@ -161,8 +161,9 @@ class Memory(nn.Module):
     cell state side by side (LSTM, S = 2 H). It is zero when an episode starts.
 
     To replace it, write a class with state_size, step and replay. step must leave the given state as it is, and give H
-    features. replay may call step for each t, after state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0), and stack
-    the features. There may be no dropout, and every parameter must affect the loss."""
+    features. replay may call step for each t, after state = state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0),
+    and stack the features. Remember nothing outside the state. There may be no dropout, and every parameter must affect
+    the loss. Check: with --update-epochs 1 --num-minibatches 1, losses/approx_kl is 0 up to rounding."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -190,8 +191,8 @@ class Memory(nn.Module):
 
         The kernel cannot zero a state in the middle of a sequence. So a reset row goes before each start. After it the
         state is exactly 0. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ...
-        All rows get an extra input: 1 in reset rows, 0 in others. The extra input's weights, -1e9, close the gates:
-        sigmoid(-1e9) is exactly 0, and so is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
+        All rows get an extra input: 1 in reset rows, 0 in others. Its weights of -1e9 close the gates: sigmoid(-1e9)
+        is exactly 0, and so is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
         # (T, n): where obs[t] goes, which is t plus one reset row for each start so far
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)
@@ -200,12 +201,13 @@ class Memory(nn.Module):
         x[..., -1] = 1.0  # a reset row, unless the next line puts an observation here; rows left over are not read
         x[rows, columns] = nn.functional.pad(obs, (0, 1))
 
-        # Clones, because cuDNN moves its weights in memory: the parameters would leave flat_parameters (see train).
+        # Clones: cuDNN moves the weights that it gets, and the parameters must stay in flat_parameters (see train).
         weights = {f"{name}_l0": weight.clone() for name, weight in self.cell.named_parameters()}
         reset_weights = torch.full_like(self.cell.bias_ih, -1e9)
         if self.is_lstm:  # cell = forget * cell + input * candidate; hidden = output * tanh(cell)
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
-        else:  # hidden = update * hidden + (1 - update) * candidate; in a reset row, candidate = tanh(bias - bias + 0)
+        else:  # hidden = update * hidden + (1 - update) * candidate
+            # A reset row's candidate is 0 too: its extra weight is -bias, and the closed reset gate removes the rest.
             candidate_bias = self.cell.bias_ih[2 * self.hidden_size :]  # after the biases of reset and update
             reset_weights = torch.cat([reset_weights[: 2 * self.hidden_size], -candidate_bias])
             state = state.unsqueeze(0).contiguous()
@@ -350,12 +352,12 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_advantages(agent, rollout, rewards, terminations, truncations, gamma, gae_lambda):
     """values, advantages, returns (T, N) of a rollout, with the current weights.
 
-    rollout: the observations and, as row T, those after the last step (T + 1, N, D), episode_starts (T + 1, N), and the
-    state before them (N, S). Of the E truncated episodes, in the order of truncations.nonzero(): the final observations
-    (E, D) and the states after their last steps (E, S). Later epochs keep both states, which older weights gave."""
+    rollout: all_obs (T + 1, N, D), whose row T follows the last step; episode_starts (T + 1, N); first_state (N, S),
+    the state before all_obs[0]; final_obs (E, D) and final_states (E, S) of the truncated episodes, in the order of
+    truncations.nonzero(). The states stay as they were stored, although the weights change."""
     all_obs, episode_starts, first_state, final_obs, final_states = rollout
     all_values = agent.get_value(agent.memory.replay(all_obs, episode_starts, first_state))  # (T + 1, N)
-    values, next_values = all_values[:-1], all_values[1:].clone()
+    values, next_values = all_values[:-1], all_values[1:].clone()  # not a view, because a line below writes into it
     # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     final_features, _ = agent.memory.step(final_obs, final_states)
     next_values[truncations] = agent.get_value(final_features)
@@ -472,6 +474,7 @@ def train(args=None, resume=None):
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
         state = torch.zeros(N, agent.memory.state_size, device=device)
+        states = torch.zeros(T, *state.shape, device=device)  # after each step, not yet zeroed where an episode ended
         # Filled step by step in numpy, which is faster. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
@@ -484,21 +487,21 @@ def train(args=None, resume=None):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
             # ------------------------------------------------------------------------------------------------ rollout
-            episodes, raw_final_obs, final_states = [], [], []
-            first_state = state  # not changed below: `act` returns a new tensor, and only that one is zeroed
+            episodes, raw_final_obs = [], []
+            first_state = state  # never written to below, because `act` returns a new tensor
             for t in range(T):
                 raw_obs[t] = next_obs
                 step_obs = torch.from_numpy(next_obs).to(device)
                 has_masks = agent.is_discrete and "action_mask" in infos
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if has_masks else True
                 obs[t], actions[t], log_probs[t], env_actions, state = act(step_obs, action_masks[t], state)
+                states[t] = state
                 next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
                 if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
-                    final_states.append(state[truncated])
                 episode_returns += reward
                 episode_lengths += 1
                 episode_over = terminated | truncated
@@ -520,9 +523,8 @@ def train(args=None, resume=None):
             raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
-            final_states = torch.cat([state[:0], *final_states])  # (E, S); state[:0]: cat needs at least one tensor
             all_obs = torch.cat([obs, last_obs.unsqueeze(0)])  # (T + 1, N, D)
-            rollout = (all_obs, episode_starts, first_state, final_obs, final_states)
+            rollout = (all_obs, episode_starts, first_state, final_obs, states[truncations])
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             values, advantages, returns = estimate_advantages(agent, rollout, *gae_args)  # (T, N)
             # Measured before the critic learns from these returns.
@@ -817,10 +819,10 @@ def load_args(run_dir):
 
 def load_agent(run_dir):
     """The trained agent of a run folder: action, state = load_agent("runs/NAME").predict(obs, state)."""
-    state = load_checkpoint(run_dir)["agent"]
-    actions = {name: array for name, array in state.items() if name.startswith("action_") and "." not in name}
-    agent = Agent(state["obs_rms.mean"].shape, actions, load_args(run_dir))
-    agent.load_state_dict(state)
+    weights = load_checkpoint(run_dir)["agent"]
+    actions = {name: array for name, array in weights.items() if name.startswith("action_") and "." not in name}
+    agent = Agent(weights["obs_rms.mean"].shape, actions, load_args(run_dir))
+    agent.load_state_dict(weights)
     return agent
 
 
