@@ -691,8 +691,6 @@ class Run:
             cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
             raise UsageError(f"another process is training in {self.dir}") from None
-        except OSError as error:
-            raise UsageError(f"{error}: for a new run, choose another --runs-dir or --exp-name") from None
         self.checkpoint = load_checkpoint(self.dir) if resume else {}
         self.global_step = self.checkpoint.get("global_step", 0)
 

@@ -102,12 +102,6 @@ def test_bad_input(script, case, tmp_path, main):
 
 
 @ONE
-def test_a_folder_that_cannot_be_made(script, tmp_path, main):
-    flags = flags_of(env_id=probe(script), runs_dir=tmp_path, exp_name="x" * 300, **SMALL)
-    assert_one_line(main(script, *flags), "choose another --runs-dir or --exp-name")
-
-
-@ONE
 def test_home_in_runs_dir(script, main, tmp_path, monkeypatch):
     """No shell replaces ~ behind =."""
     monkeypatch.setenv("HOME", str(tmp_path))
