@@ -15,7 +15,7 @@
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
-   The first rollout comes before they are known.
+   In the first rollout they are 0 and 1.
 3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
@@ -89,7 +89,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = False  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the value loss to clip_coef around the old values, as in OpenAI's baselines
+    clip_vloss: bool = False  # in the value loss, limit the value's change to clip_coef, as in OpenAI's baselines
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping

@@ -96,7 +96,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.1  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # clip the value loss to clip_coef around the old values, as in OpenAI's baselines
+    clip_vloss: bool = False  # in the value loss, limit the value's change to clip_coef, as in OpenAI's baselines
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
