@@ -334,7 +334,7 @@ def train(args=None, resume=None):
         global_step = run.global_step  # above 0 after --resume
         # With global_step, a resumed run repeats no random numbers. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
+        raw_next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -373,7 +373,7 @@ def train(args=None, resume=None):
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)  # as the policy chose them, not clipped
         log_probs = torch.zeros(T, N, device=device)
         # Filled step by step in numpy, which is faster. They go to the device after the rollout.
-        raw_obs = np.zeros((T, N, *obs_shape), next_obs.dtype)
+        raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
@@ -388,14 +388,14 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
             for t in range(T):
-                raw_obs[t] = next_obs
-                step_obs = torch.from_numpy(next_obs).to(device)
+                raw_obs[t] = raw_next_obs
+                step_obs = torch.from_numpy(raw_next_obs).to(device)
                 obs[t], actions[t], log_probs[t], env_actions = act(step_obs)
-                next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+                raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
+                if truncated.any():  # raw_next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -413,8 +413,8 @@ def train(args=None, resume=None):
             ended = terminations | truncations
             if args.norm_reward:
                 rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
-            last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
-            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
+            last_obs = agent.normalize_obs(torch.from_numpy(raw_next_obs).to(device))  # (N, D)
+            raw_final_obs = np.array(raw_final_obs, raw_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)  # (T, N)

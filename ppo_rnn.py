@@ -429,7 +429,7 @@ def train(args=None, resume=None):
         global_step = run.global_step  # above 0 after --resume
         # With global_step, a resumed run repeats no random numbers. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # raw; environment i gets env_seed + i
+        raw_next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -476,7 +476,7 @@ def train(args=None, resume=None):
         state = torch.zeros(N, agent.memory.state_size, device=device)
         states = torch.zeros(T, *state.shape, device=device)  # after each step, not yet zeroed where an episode ended
         # Filled step by step in numpy, which is faster. They go to the device after the rollout.
-        raw_obs = np.zeros((T, N, *obs_shape), next_obs.dtype)
+        raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
@@ -490,17 +490,17 @@ def train(args=None, resume=None):
             episodes, raw_final_obs = [], []
             first_state = state  # never written to below, because `act` returns a new tensor
             for t in range(T):
-                raw_obs[t] = next_obs
-                step_obs = torch.from_numpy(next_obs).to(device)
+                raw_obs[t] = raw_next_obs
+                step_obs = torch.from_numpy(raw_next_obs).to(device)
                 has_masks = agent.is_discrete and "action_mask" in infos
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if has_masks else True
                 obs[t], actions[t], log_probs[t], env_actions, state = act(step_obs, action_masks[t], state)
                 states[t] = state
-                next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+                raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
+                if truncated.any():  # raw_next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -519,8 +519,8 @@ def train(args=None, resume=None):
             ended = terminations | truncations
             if args.norm_reward:
                 rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
-            last_obs = agent.normalize_obs(torch.from_numpy(next_obs).to(device))  # (N, D)
-            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
+            last_obs = agent.normalize_obs(torch.from_numpy(raw_next_obs).to(device))  # (N, D)
+            raw_final_obs = np.array(raw_final_obs, raw_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             episode_starts = torch.cat([torch.zeros_like(ended[:1]), ended])  # (T + 1, N). Row 0 is False.
             all_obs = torch.cat([obs, last_obs.unsqueeze(0)])  # (T + 1, N, D)

@@ -293,7 +293,7 @@ def train(args=None, resume=None):
         global_step = run.global_step  # above 0 after --resume
         # Every rank and every resumed run gets other seeds. noise_seed is for networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
-        next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
+        raw_next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
@@ -344,14 +344,14 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
             for t in range(T):
-                obs[t] = torch.from_numpy(next_obs)
+                obs[t] = torch.from_numpy(raw_next_obs)
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
-                next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
+                raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += args.num_envs
-                if truncated.any():  # next_obs begins the next episode; the last one's end is in infos
+                if truncated.any():  # raw_next_obs begins the next episode; the last one's end is in infos
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -371,8 +371,8 @@ def train(args=None, resume=None):
             rewards, terminations, truncations = (torch.from_numpy(x).to(device) for x in steps)
             if args.clip_reward:
                 rewards = rewards.sign()
-            last_obs = torch.from_numpy(next_obs).to(device)  # (N, D)
-            raw_final_obs = np.array(raw_final_obs, next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
+            last_obs = torch.from_numpy(raw_next_obs).to(device)  # (N, D)
+            raw_final_obs = np.array(raw_final_obs, raw_next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = torch.from_numpy(raw_final_obs).to(device)
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)  # (T, N)
