@@ -236,7 +236,7 @@ def normalize_rewards(return_rms, discounted_returns, rewards, ended, gamma):
     for reward, end, row in zip(rewards, ended, all_returns):
         discounted_returns.mul_(gamma).add_(reward)
         row.copy_(discounted_returns)
-        # Reset after the copy, so that the statistics include an episode's last step (as in SB3).
+        # Reset after the copy, so that the statistics include an episode's last step (as in baselines).
         discounted_returns.masked_fill_(end, 0.0)
     return_rms.update(all_returns)
     return (rewards / (return_rms.var + 1e-8).sqrt()).clamp(-10, 10)
@@ -294,7 +294,7 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_log_probs, mb_values, mb_advant
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy.mean(),
-        # Two unbiased estimates of KL(old, new), from http://joschu.net/blog/kl-approx.html.
+        # Two unbiased estimates of KL(old || new), from http://joschu.net/blog/kl-approx.html.
         "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, never < 0
         "old_approx_kl": -log_ratio.mean(),  # k1, noisier
         "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
@@ -339,7 +339,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Add modules above; the loss must use all.
+        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
         # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
@@ -352,7 +352,7 @@ def train(args=None, resume=None):
         def act(raw_obs):
             """raw_obs (N, D) -> obs (N, D), actions (N, A), log_probs (N,), actions for the environments"""
             obs = agent.normalize_obs(raw_obs)
-            # torch.compile drops the entropy and the value, which are not used.
+            # torch.compile drops the entropy and the value. After the rollout, all values are computed at once.
             action, log_prob, _, _ = agent.get_action_and_value(obs)
             return obs, action, log_prob, agent.to_env_action(action)
 
@@ -395,7 +395,7 @@ def train(args=None, resume=None):
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # raw_next_obs begins the next episode; the last one's end is in infos
+                if truncated.any():  # raw_next_obs begins the next episode; infos has the final observation
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -444,7 +444,7 @@ def train(args=None, resume=None):
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
                 if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, not saved in {run.dir}")
+                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -567,7 +567,7 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        try:  # the lock is freed when `train` or the process ends, however it ends
+        try:  # the lock is released when `train` or the process ends, however it ends
             self.dir.mkdir(parents=True, exist_ok=True)
             cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
@@ -594,7 +594,7 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # in a sweep, W&B chooses the id
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -697,7 +697,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(raw_obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     agent = Agent(state["obs_rms.mean"].shape, state["action_low"], state["action_high"], load_args(run_dir))
     agent.load_state_dict(state)

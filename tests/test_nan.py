@@ -73,7 +73,7 @@ def test_environment_that_returns_nan(script, small_args, name, source, changes)
         script.train(args)
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
-    assert str(run_dir) in str(error.value) and saved["global_step"] == 64 * 18
+    assert "this iteration is not saved" in str(error.value) and saved["global_step"] == 64 * 18
     assert all(tensor.isfinite().all() for tensor in saved["agent"].values())
     script.train(resume=run_dir)
     assert script.load_checkpoint(run_dir)["global_step"] == 64 * 20
@@ -84,5 +84,5 @@ def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
     before = (run_dir / "checkpoint.pt").read_bytes()
     flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
     diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
-    assert_one_line(diverged, f"NaN or a number above 1e15 in the weights: stopped, not saved in {run_dir}")
+    assert_one_line(diverged, "NaN or a number above 1e15 in the weights: stopped, this iteration is not saved")
     assert (run_dir / "checkpoint.pt").read_bytes() == before

@@ -178,7 +178,7 @@ def test_tokens_beyond_the_embedding(models, rlhf_args, tmp_path):
     added.add_tokens("soufflé")
     (tmp_path / "prompts.txt").write_text("soufflé\n", encoding="utf-8")
     args = rlhf_args(prompts=str(tmp_path / "prompts.txt"))
-    message = f"line 1: the prompt has token {len(tokenizer)}, a model knows only"
+    message = f"line 1: the prompt has token {len(tokenizer)}, but a model has only"
     with pytest.raises(ppo_rlhf.UsageError, match=message):
         ppo_rlhf.load_prompts(args, added, model, reward_model)
     added.add_special_tokens({"pad_token": "[PAD]"})

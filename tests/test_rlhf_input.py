@@ -51,7 +51,7 @@ BAD = {
     "another tokenizer": ({"reward_model": "HERE/other"}, "HERE/other and --model FOLDERS/model need one vocabulary"),
     "no reward model": (
         {"reward_model": "FOLDERS/model"},
-        "is no trained SequenceClassification: it lacks score.weight",
+        "is not a SequenceClassification: it lacks score.weight",
     ),
     "no such model": ({"model": "FOLDERS/nowhere"}, "FOLDERS/nowhere"),
     "empty prompt": ({"prompts": "HERE/empty.txt"}, "empty.txt, line 2: the prompt is empty"),
@@ -60,6 +60,10 @@ BAD = {
     "prompt too long": (
         {"prompts": "HERE/long.txt"},
         "line 1: 59 tokens and --response-length exceed the context of 64",
+    ),
+    "answers too long": (
+        {"model": None, "reward_model": None, "prompts": None, "response_length": 64, "supervised_steps": 1},
+        "the built-in task, line 1: 5 tokens and --response-length exceed the context of 64",
     ),
     "no file": ({"prompts": "HERE/nowhere.txt"}, "No such file or directory: 'HERE/nowhere.txt'"),
     "no chat template": ({"prompts": "HERE/chat.jsonl"}, "chat.jsonl, line 1 is not"),

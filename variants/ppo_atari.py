@@ -252,7 +252,7 @@ def ppo_loss(agent, args, mb_obs, mb_actions, mb_masks, mb_log_probs, mb_values,
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy.mean(),
-        # Two unbiased estimates of KL(old, new), from http://joschu.net/blog/kl-approx.html.
+        # Two unbiased estimates of KL(old || new), from http://joschu.net/blog/kl-approx.html.
         "approx_kl": (log_ratio.expm1() - log_ratio).mean(),  # k3, never < 0
         "old_approx_kl": -log_ratio.mean(),  # k1, noisier
         "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
@@ -298,7 +298,7 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Add modules above; the loss must use all.
+        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
         # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
@@ -312,7 +312,7 @@ def train(args=None, resume=None):
         @torch.no_grad()
         def act(obs, action_mask):
             """obs (N, D), mask (N, A) -> actions (N, K), log_probs (N,), the environments' actions"""
-            # torch.compile drops the entropy and the value, which are not used.
+            # torch.compile drops the entropy and the value. After the rollout, all values are computed at once.
             action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
             return action, log_prob, agent.to_env_action(action)
 
@@ -351,7 +351,7 @@ def train(args=None, resume=None):
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += args.num_envs
-                if truncated.any():  # raw_next_obs begins the next episode; the last one's end is in infos
+                if truncated.any():  # raw_next_obs begins the next episode; infos has the final observation
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -402,7 +402,7 @@ def train(args=None, resume=None):
             weights = flat_parameters.cpu().numpy()
             for name, x in {"rewards": step_rewards, "weights": weights}.items():
                 if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, not saved in {run.dir}")
+                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -582,7 +582,7 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        try:  # the lock is freed when `train` or the process ends, however it ends
+        try:  # the lock is released when `train` or the process ends, however it ends
             self.dir.mkdir(parents=True, exist_ok=True)
             cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
@@ -611,7 +611,7 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # in a sweep, W&B chooses the id
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -714,7 +714,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(raw_obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     agent = Agent(state["obs_shape"].tolist(), state["action_sizes"], state["action_start"], load_args(run_dir))
     agent.load_state_dict(state)

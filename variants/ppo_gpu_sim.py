@@ -9,7 +9,7 @@
 
     python variants/ppo_gpu_sim.py --env-id brax/ant                     # train with rsl_rl's update
     python variants/ppo_gpu_sim.py --env-id brax/ant --update google     # with Brax's; or nvidia
-    python variants/ppo_gpu_sim.py --env-id my_robot:make_envs           # any simulator of tensors, see VectorEnvs
+    python variants/ppo_gpu_sim.py --env-id my_robot:make_envs           # any tensor-based simulator, see VectorEnvs
     python variants/ppo_gpu_sim.py --resume runs/NAME                    # continue a run; or --resume latest
     python variants/ppo_gpu_sim.py --evaluate runs/NAME                  # play episodes; or --evaluate latest
     python variants/ppo_gpu_sim.py --export runs/NAME                    # write the actor alone, or --export latest
@@ -17,17 +17,19 @@
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
 1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
-   bootstraps from the observation before the last step (rsl_rl). `masked` gives that step the advantage 0 (Brax).
+   bootstraps from the observation before the last step (rsl_rl). `masked` gives that step the advantage 0 (Brax),
+   before --norm-adv.
 2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is r_t + gamma R_{t+1} - V(s_t), with R = A + V
    (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
 5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units (rsl_rl), clipped here.
    `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
-6. --desired-kl: the exact KL of each minibatch adapts the learning rate (rsl_rl 5.0).
+6. --desired-kl: the learning rate adapts to the exact KL of each minibatch (rsl_rl 5.0).
 --update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
-4.0). Statistics of observations change between rollouts, in rsl_rl after every step. In Google's notebook they change
-before the update, so its first ratio is not 1. The critic may see more than the actor: {"policy": ..., "critic": ...}.
+4.0). Statistics of observations change between rollouts, in rsl_rl after every step. Google's notebook updates them
+first and then normalizes the batch again, so its first ratio is not 1. The critic may see more than the actor:
+{"policy": ..., "critic": ...}.
 No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
@@ -93,7 +95,7 @@ class Args:  # the comments are what --help prints
     policy: Literal["normal", "tanh"] = "normal"  # distribution of actions; tanh: squashed into the bounds
     init_std: float = 1.0  # initial standard deviation, --policy normal
     hidden_sizes: tuple[int, ...] = (256, 256, 256)  # units per layer of the actor: --hidden-sizes 512 256 128
-    critic_hidden_sizes: tuple[int, ...] = ()  # units per layer of the critic; empty: as the actor
+    critic_hidden_sizes: tuple[int, ...] = ()  # units per layer of the critic; empty: same as the actor
     activation: Literal["elu", "silu", "tanh"] = "elu"  # between the layers
     num_steps: int = 24  # steps of each environment per iteration (T)
     unroll_length: int | None = None  # steps per unroll (L); a minibatch holds whole unrolls. None: single steps
@@ -111,7 +113,7 @@ class Args:  # the comments are what --help prints
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = True  # limit the change of the value too, as OpenAI's baselines does
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; twice that of rsl_rl, which has no 0.5
+    vf_coef: float = 2.0  # weight of the value loss, 0.5 * mean squared error; rsl_rl has 1.0 without the 0.5
     max_grad_norm: float = 1.0  # clip the norms of the actor's and the critic's gradient to this; 0: never
     desired_kl: float | None = 0.01  # adapt the learning rate to aim at this KL; None: off
 
@@ -124,7 +126,7 @@ GOOGLE = dict(
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# As NVIDIA's text describes it. The formula printed there is --update google --no-recompute-targets.
+# As NVIDIA's text describes it. Its printed formula is --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -174,7 +176,7 @@ class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of what each of them sees.
 
     raw_obs come from the simulator; obs are normalized. Nothing that only the critic sees reaches the actor. To use
-    your own network, replace self.actor, (..., D) -> (..., A), with --policy tanh (..., 2 * A), and self.critic,
+    your own network, replace self.actor, (..., D) -> (..., A), or (..., 2 * A) with --policy tanh, and self.critic,
     (..., P) -> (..., 1)."""
 
     def __init__(self, obs_size, critic_obs_size, action_low, action_high, args):
@@ -211,7 +213,7 @@ class Agent(nn.Module):
 
     def get_log_prob_and_entropy(self, mean, std, action):
         """All (..., A) -> log_prob, entropy (...). With --policy tanh the action is the one before tanh, and the
-        entropy is an estimate from one new sample, as in Brax: the squashed distribution has no formula for it."""
+        entropy is an estimate from one new sample, as in Brax: the squashed distribution has no closed form."""
         log_prob = -(0.5 * ((action - mean) / std).square() + std.log() + 0.5 * math.log(2 * math.pi))
         entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
         if self.args.policy == "tanh":
@@ -260,7 +262,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
-    """Tensors (L, C) -> advantages, returns (L, C). But last_values (C,) are V after the last step of an unroll.
+    """Tensors (L, C) -> advantages, returns (L, C). last_values (C,): V after the last step of each unroll.
     timeout_values, read where truncations is True: V of the observation after the step, or its substitute."""
     if args.timeouts == "masked":  # reward V(s_t) and next value 0: then delta_t and A_t are 0, the return is V(s_t)
         rewards = torch.where(truncations, values, rewards)
@@ -335,8 +337,8 @@ def ppo_loss(agent, args, minibatch):
 
 def adapt_learning_rate(learning_rate, kl, desired_kl):
     """The new learning rate: divided by 1.5 if the KL is above twice desired_kl, multiplied by 1.5 if it is below half.
-    Tensors in and out."""
-    lower = (learning_rate / 1.5).clamp(min=1e-5)  # rsl_rl's bounds
+    Tensors in and out. The bounds 1e-5 and 1e-2 are rsl_rl's."""
+    lower = (learning_rate / 1.5).clamp(min=1e-5)
     higher = (learning_rate * 1.5).clamp(max=1e-2)
     return torch.where(kl > 2 * desired_kl, lower, torch.where(kl < desired_kl / 2, higher, learning_rate))
 
@@ -380,17 +382,18 @@ def train(args=None, resume=None):
 
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
-        # Make all parameters views of one vector, for a faster Adam. Create modules above: later ones are not trained.
+        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
         # Matrices come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
         vector_to_parameters(flat_parameters, parameters)
         if num_ranks > 1:
             dist.broadcast(flat_parameters, src=0)  # all ranks start with the weights of rank 0
+        # Their gradients are views too, so that clip_grad_norm_ can clip the actor's part and the critic's.
         flat_parameters.grad = torch.zeros_like(flat_parameters)
         for parameter, part in zip(parameters, flat_parameters.grad.split([x.numel() for x in parameters])):
             parameter.grad = part.view_as(parameter)
-        actor = [parameter for name, parameter in agent.named_parameters() if not name.startswith("critic.")]
+        not_critic = [parameter for name, parameter in agent.named_parameters() if not name.startswith("critic.")]
         lr = torch.tensor(args.learning_rate, device=device)  # --desired-kl changes it without waiting for the device
         optimizer = torch.optim.Adam([flat_parameters], lr, eps=1e-8, fused=True)
         run.start(agent, optimizer)
@@ -417,11 +420,11 @@ def train(args=None, resume=None):
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
-        # All on the device. The last of T + 1 rows is the observation after the last step.
+        # On the device. The last of T + 1 rows is the observation after the last step.
         raw_obs = torch.zeros(T + 1, *next_obs.shape, device=device)  # (T + 1, N, D)
         raw_critic_obs = torch.zeros(T + 1, *next_critic_obs.shape, device=device)  # (T + 1, N, P)
         raw_final_obs = torch.zeros(T, *next_critic_obs.shape, device=device)  # (T, N, P), for the critic
-        actions = torch.zeros(T, N, len(low), device=device)  # as the policy chose them, not clipped
+        actions = torch.zeros(T, N, len(low), device=device)  # as the policy chose them: not clipped, before tanh
         rewards = torch.zeros(T, N, device=device)
         terminations, truncations, has_final_obs = torch.zeros(3, T, N, dtype=torch.bool, device=device)
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
@@ -433,6 +436,7 @@ def train(args=None, resume=None):
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
             shortened[:] = True
 
+        timeouts = args.timeouts
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             if args.desired_kl is None:
@@ -471,14 +475,13 @@ def train(args=None, resume=None):
                 log_probs, _ = agent.get_log_prob_and_entropy(means, stds, actions)
                 values = agent.get_value(critic_obs)  # (T + 1, N)
                 timeout_values = values[:T].clone()  # --timeouts current-value
-                if args.timeouts == "auto":
+                if timeouts == "auto":
                     known = truncations & has_final_obs  # (T, N): their final observation is given
                     final_obs = agent.normalize(raw_final_obs[known], agent.critic_obs_rms)
                     timeout_values[known] = agent.get_value(final_obs)
                     if not torch.equal(known, truncations):
-                        hint = "continuing with --timeouts current-value"
-                        print(f"{args.env_id} gave no final_obs at a time limit: {hint}")
-                        args = dataclasses.replace(args, timeouts="current-value")
+                        timeouts = "current-value"
+                        print(f"{args.env_id} gave no final_obs at a time limit: continuing with --timeouts {timeouts}")
             steps = {"rewards": args.reward_scale * rewards, "values": values[:T], "timeout_values": timeout_values}
             steps |= {"terminations": terminations, "truncations": truncations}
             steps = {name: cut_unrolls(x, L) for name, x in steps.items()}  # (L, C)
@@ -511,7 +514,7 @@ def train(args=None, resume=None):
                     all_metrics.append(metrics)
                     flat_parameters.grad.copy_(average_over_ranks(gradient))
                     if args.max_grad_norm > 0:
-                        nn.utils.clip_grad_norm_(actor, args.max_grad_norm)
+                        nn.utils.clip_grad_norm_(not_critic, args.max_grad_norm)
                         nn.utils.clip_grad_norm_(agent.critic.parameters(), args.max_grad_norm)
                     if args.desired_kl is not None and len(all_metrics) > 1:  # the first KL is 0, up to rounding
                         lr.copy_(adapt_learning_rate(lr, metrics["kl"], args.desired_kl))
@@ -563,7 +566,7 @@ def start_device(args):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)  # JAX takes only tensors of the current device
-        torch.set_float32_matmul_precision("high")  # TF32: several times as fast, mantissas of 10 bits
+        torch.set_float32_matmul_precision("high")  # TF32: faster, with 10-bit mantissas
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if not dist.is_initialized():
@@ -607,15 +610,15 @@ def compiled(function, args):
 
 
 class VectorEnvs:
-    """What this file needs of simulators: gymnasium's vector environment, but of tensors that stay on the device, as in
-    Isaac Lab. --env-id MODULE:FUNCTION names a function(num_envs, device, seed, **env_kwargs) that makes them.
+    """What this file needs of simulators: gymnasium's vector environment, but with tensors that stay on the device, as
+    in Isaac Lab. --env-id MODULE:FUNCTION names a function(num_envs, device, seed, **env_kwargs) that makes them.
     reset(seed) -> observations, infos
     step(actions (N, A)) -> observations, rewards (N,), terminations (N,) bool, truncations (N,) bool, infos
 
     Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets ended environments
     and returns their first observations. Optional: infos["final_obs"], the last observations, N rows in the same form,
-    read where truncated. infos["log"] and ["episode"] are {name: number}. --stagger-envs needs max_episode_length and
-    episode_length_buf. docs/gpu_sim.md has an example."""
+    read where truncated. infos["log"] and ["episode"] are {name: number}. --stagger-envs sets episode_length_buf (N,),
+    which `step` must obey, below max_episode_length. docs/gpu_sim.md has an example."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # of any shape, actions come flat; without bounds only for --policy normal
@@ -639,7 +642,7 @@ def read_log(infos):
 
 
 class BraxEnvs:
-    """Brax (JAX). Tensors share memory with its arrays. An environment begins all its episodes in the same state."""
+    """Brax (JAX). Tensors share memory with its arrays. An environment begins every episode in the same state."""
 
     def __init__(self, name, num_envs, device, backend="spring", episode_length=1000):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the whole GPU
@@ -694,11 +697,13 @@ class GymEnvs:
         return self.tensor(self.envs.reset(seed=seed)[0]), {}  # environment n gets seed + n
 
     def step(self, actions):
-        obs, *steps, infos = self.envs.step(actions.cpu().numpy().reshape(self.envs.action_space.shape))
-        final_obs, ended = obs.copy(), steps[1] | steps[2]
+        env_actions = actions.cpu().numpy().reshape(self.envs.action_space.shape)
+        obs, rewards, terminations, truncations, infos = self.envs.step(env_actions)
+        final_obs, ended = obs.copy(), terminations | truncations
         if ended.any():  # obs belong to the next episode already
             final_obs[ended] = np.stack(infos["final_obs"][ended])
-        return *(self.tensor(x) for x in (obs, *steps)), {"final_obs": self.tensor(final_obs)}
+        steps = (obs, rewards, terminations, truncations)
+        return *(self.tensor(x) for x in steps), {"final_obs": self.tensor(final_obs)}
 
 
 def make_envs(args, num_envs, device):
@@ -733,7 +738,7 @@ class Run:
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
         self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
-        try:  # the lock is freed when `train` or the process ends, however it ends
+        try:  # the lock is released when `train` or the process ends, however it ends
             self.dir.mkdir(parents=True, exist_ok=True)
             cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
         except Timeout:
@@ -742,7 +747,7 @@ class Run:
         self.global_step = self.checkpoint.get("global_step", 0)
 
     def start(self, agent, optimizer):
-        """With --resume, load the checkpoint into agent and optimizer. Then open the logs, in rank 0."""
+        """With --resume, load the checkpoint into agent and optimizer. Then open the logs, on rank 0."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
             for name, x in agent.named_buffers(recurse=False):  # load_state_dict checks the shapes, but not the bounds
@@ -762,7 +767,7 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # in a sweep, W&B chooses the id
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
         # Logs newer than the checkpoint: purge_step hides TensorBoard's, episodes.csv is cut below, W&B keeps its own.
         self.writer = SummaryWriter(self.dir, purge_step=self.global_step + 1)
@@ -863,7 +868,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(raw_obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     sizes = len(state["obs_rms.mean"]), len(state["critic_obs_rms.mean"])
     agent = Agent(*sizes, state["action_low"], state["action_high"], load_args(run_dir))
@@ -872,7 +877,7 @@ def load_agent(run_dir):
 
 
 def export_actor(run_dir):
-    """Write RUN_DIR/actor.pt2 and actor.onnx, without the critic: raw observations (N, D) float32 -> actions (N, A)"""
+    """Write RUN_DIR/actor.pt2 and, with onnxscript, actor.onnx: raw obs (N, D) float32 -> mean actions (N, A)"""
     agent, path = load_agent(run_dir), Path(run_dir, "actor")
     agent.critic = agent.critic_obs_rms = None
     example, rows = torch.zeros(2, len(agent.obs_rms.mean)), {0: torch.export.Dim("N", min=1)}

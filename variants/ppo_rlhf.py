@@ -15,8 +15,8 @@
     torchrun --nproc-per-node 4 variants/ppo_rlhf.py    # four processes, a quarter of the prompts each
 
 As in DeepSpeed-Chat, the actor begins as a copy of the supervised language model (the reference), and the critic as a
-copy of the reward model. With --reward, it begins as a copy of the reference with an output layer of zeros. These two
-learn. An answer is an episode, each token an action.
+copy of the reward model. With --reward, the critic begins as a copy of the reference with an output layer of zeros.
+Actor and critic learn. An answer is an episode, each token an action.
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token's also includes the clipped
@@ -29,12 +29,13 @@ Where implementations differ, this one does as follows (docs/rlhf.md has more):
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
    cache, so the first minibatch of an iteration has probability ratio 1.
-6. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only.
+6. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only, so with
+   them the KL is biased.
 7. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16.
 
 Shapes, in each process: B = answers of an iteration, M = answers of a minibatch, S = answers of a micro-batch,
 P = longest prompt, R = longest sampled answer, L = P + R, V = vocabulary, (tokens,) = answer tokens of a micro-batch.
-Prompts are padded on the left, answers on the right. So all answers begin in column P.
+Prompts are padded on the left, answers on the right, so all answers begin in column P.
 """
 
 import argparse
@@ -82,7 +83,7 @@ class Args:  # the comments are what --help prints
     wandb_entity: str | None = None  # team for --track; None: your default
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
-    reward_model: str | None = None  # sequence classifier with --model's tokenizer and one output, `score`
+    reward_model: str | None = None  # sequence classifier with --model's tokenizer and a one-output layer `score`
     reward: str | None = None  # instead: module:function(prompts, answers), two lists of texts -> a list of scores
     prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
@@ -90,7 +91,7 @@ class Args:  # the comments are what --help prints
     gradient_checkpointing: bool = True  # CUDA: activations are computed twice instead of stored
     # --- answers
     response_length: int | None = None  # longest answer in tokens, with EOS; None: 256 with --model, otherwise 16
-    temperature: float = 1.0  # logits are divided by it, in sampling and everywhere else
+    temperature: float = 1.0  # logits are divided by it, in sampling and in the losses
     top_k: int = 0  # sample from the k likeliest tokens; 0: from all. The losses use the whole vocabulary
     top_p: float = 1.0  # sample from the likeliest tokens that add up to this probability; 1: all
     # --- PPO
@@ -127,7 +128,7 @@ def join_answers(prompt_ids, prompt_mask, answers, end_tokens):
 @torch.no_grad()
 def generate(actor, tokenizer, prompts, do_sample=True):
     """Sample an answer to each prompt (a list of token ids) -> sequences, attention mask (B, L), mask (B, R)"""
-    # Nothing attends to padding: any token will do.
+    # Nothing attends to padding on the left, so any token will do.
     prompt_ids, prompt_mask = (x.to(actor.device) for x in pad_left(prompts, tokenizer.eos_token_id))
     sequences = actor.generate(prompt_ids, attention_mask=prompt_mask, do_sample=do_sample)
     answers = sequences[:, prompt_ids.shape[1] :]
@@ -157,7 +158,7 @@ def get_log_probs(model, sequences, attention_mask, mask, temperature):
 
 
 def score_tokens(model, sequences, attention_mask):
-    """The output of the layer `score` of critic or reward model at every token, (B, L)"""
+    """The output of the layer `score` of a critic or reward model at every token, (B, L)"""
     hidden = model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
     with torch.autocast(hidden.device.type, enabled=False):  # between 2 and 4, bfloat16 has steps of 1/64
         return model.score(hidden.float()).squeeze(-1)
@@ -218,9 +219,9 @@ def clipped_policy_loss(log_ratio, advantages, clip_coef):
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)).mean()
 
 
-def clipped_value_loss(new_values, old_values, returns, clip_coef=None):
-    """0.5 * mean squared error over (tokens,). With clip_coef (OpenAI's baselines), the new value is also clipped
-    to within clip_coef of the old one. The larger of the two squared errors counts."""
+def clipped_value_loss(new_values, old_values, returns, clip_coef):
+    """0.5 * mean squared error over (tokens,). Unless clip_coef is None, the new value is also clipped
+    to within clip_coef of the old one, as in OpenAI's baselines. The larger of the two squared errors counts."""
     errors = (new_values - returns).square()
     if clip_coef is not None:
         near_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
@@ -310,7 +311,7 @@ def train(args=None, resume=None):
 
             # ------------------------------------------------------------------------------------------------ rollout
             start_time = time.time()
-            first_prompt = (iteration - 1) * args.batch_size + rank * B  # ranks share the prompts of an iteration
+            first_prompt = (iteration - 1) * args.batch_size + rank * B  # each rank takes its own B of them
             iteration_prompts = draw_prompts(prompts, first_prompt, B, args.seed)
             actor.eval()
             critic.eval()
@@ -328,7 +329,7 @@ def train(args=None, resume=None):
                 scores = score_answers(args, reward_model, batch, texts, S)  # (B,)
             log_probs, ref_log_probs, values = (torch.cat(x) for x in zip(*parts))  # (B, R)
             if not scores.isfinite().all():
-                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; nothing of it is saved")
+                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; this iteration is not saved")
 
             # --------------------------------------------------------------------------------------------- advantages
             kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # (B, R); the sum over an answer estimates its KL
@@ -365,14 +366,14 @@ def train(args=None, resume=None):
                         value_loss = clipped_value_loss(new_values, old_values, targets, args.vf_clip_coef)
                         (weight * value_loss).backward()
                         with torch.no_grad():
-                            k3, k1 = (log_ratio.expm1() - log_ratio).mean(), -log_ratio.mean()  # estimate KL(old, new)
+                            k3, k1 = (log_ratio.expm1() - log_ratio).mean(), -log_ratio.mean()  # of KL(old || new)
                             clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
                             measured = policy_loss, value_loss, new_values.mean(), entropy.mean(), k3, k1, clipfrac
                             metrics += weight * torch.stack(measured)
                     apply_gradient(actor, actor_optimizer, args.max_grad_norm)
                     apply_gradient(critic, critic_optimizer, args.max_grad_norm)
             if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
-                raise UsageError(f"iteration {iteration} gave NaN or infinity; nothing of it is saved")
+                raise UsageError(f"iteration {iteration} gave NaN or infinity; this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars = {
@@ -389,7 +390,7 @@ def train(args=None, resume=None):
             if args.model is None:
                 task_scores = [task_score(answer) for _, answer in texts]
                 scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
-            # Times num_ranks, because ranks are averaged below. The update's tokens include prompts, once per epoch.
+            # Times num_ranks, because ranks are averaged below. Every epoch trains on prompts and answers.
             token_counts = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
             scalars["charts/generated_tokens_per_second"] = token_counts[0] / (generated_at - start_time)
             scalars["charts/trained_tokens_per_second"] = token_counts[1] / (time.time() - update_began_at)
@@ -411,7 +412,7 @@ class UsageError(ValueError):
 
 
 def check(args, num_ranks):
-    """Check what belongs together, before anything is created."""
+    """Refuse settings that cannot work, before anything is created."""
     given = [args.model, args.prompts, args.reward_model or args.reward]
     if any(given) != all(given) or (args.reward_model and args.reward):
         raise UsageError("give --model, --prompts and either --reward-model or --reward; or none (the built-in task)")
@@ -441,14 +442,13 @@ def start_device(args):
 
 
 def average_over_ranks(x):
-    """Under torchrun: replace x, in place, by its mean over all ranks. Otherwise do nothing. Returns x."""
+    """Under torchrun: replace x, in place, by its mean over all ranks. Otherwise do nothing."""
     if dist.is_initialized():
         dist.all_reduce(x)
         x /= dist.get_world_size()
-    return x
 
 
-# The built-in task: praise the thing that the prompt asks about. Half of the judgements in the demonstrations are good.
+# The built-in task: answer a question with praise. Half of the judgements in the demonstrations are good.
 # The supervised model learns to write such answers. The reward model learns their share of good judgements.
 REQUESTS = "how is the {} ?", "tell us about the {} please .", "what did you think about the {} today ?"
 THINGS = "soup", "salad", "bread", "coffee", "service", "music", "fish", "cake"
@@ -517,7 +517,7 @@ def load_model(kind, name, new_layer=None):
         config.num_labels = 1
     model, info = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
     if missing := set(info["missing_keys"]) - {new_layer}:
-        raise UsageError(f"{name} is no trained {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(missing)}")
+        raise UsageError(f"{name} is not a {kind.__name__.removeprefix('AutoModelFor')}: it lacks {min(missing)}")
     model.config.dtype = config.dtype or torch.float32  # the dtype in the files; save_model uses it
     return model, AutoTokenizer.from_pretrained(name, padding_side="left")
 
@@ -560,7 +560,7 @@ def make_models(args, device, run_dir=None):
 def store_in_bfloat16(*models):
     """Round the matrices of frozen models once. Autocast would round them at every call, to the same values."""
     for model in models:
-        kept = model.get_input_embeddings().weight  # and an output layer that is tied to it
+        kept = model.get_input_embeddings().weight  # an output layer may be tied to it
         for name, module in model.named_modules():
             is_matrix = isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D))
             if is_matrix and module.weight is not kept and name != "score":  # score_tokens needs float32
@@ -576,7 +576,7 @@ def read_lines(path):
     is_json = re.match(r'\s*[\[{]\s*[\[{"]', text)
     if Path(path).suffix != (".jsonl" if is_json else ".txt") or "\0" in text:
         raise UsageError(f'--prompts {path}: write .txt, a prompt per line, or .jsonl, {{"prompt": "..."}} per line')
-    return text.split("\n")  # U+2028 ends no line
+    return text.split("\n")  # unlike splitlines, not at U+2028
 
 
 def load_prompts(args, tokenizer, reference, reward_model):
@@ -588,7 +588,7 @@ def load_prompts(args, tokenizer, reference, reward_model):
     vocab_size = min(config.vocab_size for config in configs)
     form, prompts = '{"prompt": [{"role": "user", "content": "..."}]}', []
     for number, line in enumerate(read_lines(args.prompts) if args.prompts else BUILTIN_PROMPTS, start=1):
-        place = f"{args.prompts}, line {number}"
+        place = f"{args.prompts or 'the built-in task'}, line {number}"
         try:
             prompt = json.loads(line)["prompt"] if str(args.prompts).endswith(".jsonl") else line
             if isinstance(prompt, list):
@@ -600,11 +600,11 @@ def load_prompts(args, tokenizer, reference, reward_model):
         if not ids:
             raise UsageError(f"{place}: the prompt is empty")
         if max(ids) >= vocab_size:
-            raise UsageError(f"{place}: the prompt has token {max(ids)}, a model knows only {vocab_size}")
+            raise UsageError(f"{place}: the prompt has token {max(ids)}, but a model has only {vocab_size}")
         if len(ids) + response_length > context:
             raise UsageError(f"{place}: {len(ids)} tokens and --response-length exceed the context of {context}")
         prompts.append(ids)
-    # Check the last prompt only: the others were prepared alike.
+    # These two look at the last prompt only: the others were prepared alike.
     if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
     plain = isinstance(prompt, str) and not any(token in prompt for token in tokenizer.all_special_tokens)
@@ -650,7 +650,7 @@ class Run:
         if rank == 0:
             self.dir = Path(resume or Path(args.runs_dir, name)).expanduser()
             self.dir.mkdir(parents=True, exist_ok=True)
-            try:  # the lock is freed when `train` or the process ends, however it ends
+            try:  # the lock is released when `train` or the process ends, however it ends
                 cleanup.enter_context(FileLock(self.dir / "lock", timeout=0))
             except Timeout:
                 raise UsageError(f"another process is training in {self.dir}") from None
@@ -671,7 +671,7 @@ class Run:
             folder = self.dir.resolve()
             options = {"resume": "allow", "reinit": "create_new", "dir": folder, "save_code": True}
             names = {"name": folder.name, "project": args.wandb_project_name, "entity": args.wandb_entity}
-            run_id = self.checkpoint.get("wandb_id") or folder.name  # a sweep gives the run an id of its own
+            run_id = self.checkpoint.get("wandb_id") or folder.name  # in a sweep, W&B chooses the id
             self.wandb = wandb.init(id=run_id, **names, **options, config=vars(args))
             self.wandb_table = wandb.Table
         total, initial = num_iterations * args.batch_size, self.iteration * args.batch_size
@@ -748,7 +748,7 @@ class Run:
 
 
 def say(text):
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may not have all characters of an answer
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # the terminal may lack characters of an answer
     tqdm.write(text.encode(encoding, "replace").decode(encoding))
 
 
@@ -775,8 +775,8 @@ def load_args(run_dir):
 
 @torch.no_grad()
 def evaluate(run_dir, args):
-    """The actor of a run answers E = eval_episodes prompts, in order, over and over. -> texts (prompt, answer), scores
-    and KL to the reference (E,)"""
+    """The actor of a run answers E = eval_episodes prompts, cycling through them -> texts (prompt, answer), scores and
+    KL to the reference (E,)"""
     device, *_ = start_device(args)
     tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
