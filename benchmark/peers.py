@@ -126,24 +126,27 @@ def run(algorithm, settings, task, seed, budget, about):
 
 
 def main(args):
-    done = {(row["exp_name"], row["env_id"], int(row["seed"])): int(row["global_step"]) for row in read_csv(args.out)}
+    done = {  # run -> its budget
+        (row["exp_name"], row["env_id"], int(row["seed"])): json.loads(row["flags"])["n_timesteps"]
+        for row in read_csv(args.out)
+    }
     jobs, tasks = [], [task for _, task, _ in SUITES[args.suite]]
     if unknown := set(args.tasks) - set(tasks):
         raise SystemExit(f"--tasks: there is no {', '.join(sorted(unknown))} among {', '.join(tasks)}")
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, task, flags in SUITES[args.suite]:
+            if args.tasks and task not in args.tasks:
+                continue
             budget = args.total_timesteps or load_script(script).parse_args(flags.split()).total_timesteps
             for algorithm in args.algorithms:
                 for settings in args.settings:
-                    if args.tasks and task not in args.tasks:
-                        continue
                     name = f"sb3-{algorithm}-{settings}"
                     if not hyperparameters(algorithm, settings, task.split(":")[-1].removeprefix("Image/")):
                         print(f"{name} {task}: RL Zoo has no settings")
                     elif (name, task, seed) not in done:
                         jobs.append((algorithm, settings, task, seed, budget))
-                    elif done[name, task, seed] < budget:
-                        raise SystemExit(f"{args.out} has a shorter run of {name} {task}: give another --out")
+                    elif done[name, task, seed] != budget:
+                        raise SystemExit(f"{args.out} has {name} {task} with another budget: give another --out")
     jobs = list(dict.fromkeys(jobs))  # a task is in a suite twice where two of our scripts train it
     spawn = multiprocessing.get_context("spawn")
     failed = 0
@@ -169,4 +172,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__.split("\n")[0]))

@@ -3,15 +3,13 @@
     python benchmark/report.py runs/*                        # report/: any runs, scripts and settings side by side
     python benchmark/report.py runs/A* runs/B* --out DIR     # the same in DIR/
     python benchmark/report.py runs/* --publish mujoco       # into benchmark/results/mujoco.csv
-    python benchmark/report.py runs/*__tuned__* --publish mujoco-tuned      # runs of run.py --tuned
-    python benchmark/report.py --publish random              # results/random.csv: random actions on MuJoCo
     python benchmark/report.py --publish readme              # README.md, docs/: tables beside published figures, curves
 
 Without --publish nothing in the repository changes.
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
-Intervals are bootstrap intervals of 95% over seeds, within each task (Agarwal et al. 2021). `--publish SUITE` takes
+Intervals are bootstrap intervals of 95% over seeds. `--publish SUITE` takes
 only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it ran.
 After a change of defaults, delete the older rows: they would pass for runs with the new ones.
 """
@@ -23,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import gymnasium as gym
 import numpy as np
 import suites
 import tyro
@@ -31,7 +28,6 @@ from run_folder import (
     CURVE_POINTS,
     FIELDS,
     ROOT,
-    VERSIONS,
     curve,
     is_finished,
     read_args,
@@ -91,9 +87,7 @@ def in_order(rows):
 def summarise_all(run_dirs, suite=""):
     """[(run_dir, row as read from a CSV)] of the finished runs among some folders; of this suite, if one is given. And
     whether a folder could not be read. Says why the others are left out. SystemExit where no run remains."""
-    tuned = suite.endswith("-tuned")
-    tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(suite.removesuffix("-tuned"), [])}
-    tasks = {(script, env_id) for script, env_id in tasks if env_id in suites.TUNED or not tuned}
+    tasks = {(script, env_id) for script, env_id, _ in suites.SUITES.get(suite, [])}
     found, damaged = [], False
     run_dirs = dict.fromkeys(path.resolve() for path in run_dirs)  # a folder named twice counts once
     for run_dir in sorted(run_dirs, key=lambda path: path.name.rpartition("__")[2]):  # by the time in its name
@@ -105,10 +99,10 @@ def summarise_all(run_dirs, suite=""):
                 continue
             if tasks and (args["script"], args["env_id"]) not in tasks:
                 continue
-            if args["exp_name"].startswith("tune-"):
+            if re.fullmatch("tune-[0-9a-f]{8}", args["exp_name"]):
                 reason = "a trial of tune.py"
-            elif suite and (args["exp_name"] == "tuned") != tuned:
-                reason = "--publish mujoco-tuned takes runs of run.py --tuned, and no others"
+            elif suite and args["exp_name"] != (wanted := "tuned" if suite == "mujoco-tuned" else args["script"]):
+                reason = f"its --exp-name is {args['exp_name']}, but --publish takes {wanted} only"
             elif row := summarise(run_dir):
                 if row["evaluation"] != "" or not suite:
                     found.append((run_dir, {name: str(value) for name, value in row.items()}))
@@ -164,12 +158,10 @@ def write_report(run_dirs, folder):
     """Tables and curves of any runs, in a folder of the user's. -> whether a run folder could not be read"""
     found, damaged = summarise_all(run_dirs)
     rows = [row for _, row in found]
-    label_curves(rows, [" ".join(dict.fromkeys((row["exp_name"], row["script"]))) for row in rows])
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = in_order(row for _, row in found)
-    write_rows(folder / "runs.csv", FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
-    lines = settings_table(rows)
+    write_rows(folder / "runs.csv", FIELDS, in_order(rows))
+    lines = settings_table(in_order(rows))
     (folder / "runs.md").write_text("\n".join(lines) + "\n")
+    label_curves(rows, [" ".join(dict.fromkeys((row["exp_name"], row["script"]))) for row in rows])
     runs = []
     for run_dir, row in found:
         steps, means = np.array(curve(read_csv(run_dir / "episodes.csv"), int(row["global_step"]), 50)).T
@@ -186,9 +178,10 @@ def settings_table(rows):
     by = ("exp_name", "script", "env_id", "flags", "global_step")
     for (name, script, env_id, flags, _), group in group_by(rows, *by).items():
         values = [float(row["last_100_mean"]) for row in group]
-        cells = [name, script, env_id, flags or "defaults", len(values), number(statistics.fmean(values), values[0])]
-        cells += [number(statistics.stdev(values), values[0]) if len(values) > 1 else ""]
-        cells += [", ".join(number(value, values[0]) for value in values)]
+        unit = max(map(abs, values))
+        cells = [name, script, env_id, flags or "defaults", len(values), number(statistics.fmean(values), unit)]
+        cells += [number(statistics.stdev(values), unit) if len(values) > 1 else ""]
+        cells += [", ".join(number(value, unit) for value in values)]
         lines.append(cells)
     columns = ["name", "script", "task", "flags", "seeds", "mean", "standard deviation", "single runs"]
     return table(columns, lines)
@@ -199,20 +192,6 @@ def mean_interval(values):
     """95% interval of the mean, seeds drawn anew with replacement."""
     draws = np.random.default_rng(0).choice(values, (10_000, len(values)))
     return np.percentile(draws.mean(1), [2.5, 97.5])
-
-
-def bootstrap_interval(scores, statistic):
-    """95% interval of statistic([scores of a task, ...]), seeds drawn anew with replacement within each task."""
-    rng = np.random.default_rng(0)
-    draws = [statistic([rng.choice(task, len(task)) for task in scores]) for _ in range(2000)]
-    return np.percentile(draws, [2.5, 97.5])
-
-
-def interquartile_mean(scores):
-    """Mean of the middle half of all runs on all tasks (Agarwal et al. 2021)."""
-    from scipy.stats import trim_mean
-
-    return trim_mean(np.concatenate(scores), 0.25)
 
 
 def mean_and_band(runs, grid):
@@ -288,14 +267,13 @@ def one_setting(name):
 def suite_table(name):
     """Markdown: a suite beside Stable-Baselines3 measured here and beside published figures."""
     published = read_published()
-    random = {row["env_id"]: float(row["mean_return"]) for row in read_csv(RESULTS / "random.csv")}
     suite = read_suite(name)
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
     peers = {peer: tasks for peer, tasks in read_peers(name).items() if tasks}
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["steps/s"] * (name == "breadth")
-    lines, scores = [], {}
+    lines = []
     for (env_id, script, settings, steps), rows in suite.items():
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
@@ -315,18 +293,7 @@ def suite_table(name):
             if row and not equal(steps, row["steps"]):
                 cells[-1] += f" at {int(row['steps']):,}"
         lines.append(cells)
-        if name == "mujoco":  # headline() refuses several settings of a task
-            highest = float(published[env_id, "highest"]["mean_return"])
-            scores[task] = (values - random[env_id]) / (highest - random[env_id])
     lines = table([*columns, *(f"{PEERS[peer]} (evaluated; seeds)" for peer in peers), *headers.values()], lines)
-    if scores:
-        low, high = bootstrap_interval([*scores.values()], interquartile_mean)
-        means = {task: score.mean() for task, score in scores.items()}
-        lowest = min(means, key=means.get)
-        text = "On a scale from random actions (0) to the highest PPO figure found (1), the lowest task is"
-        text += f" {lowest} with {means[lowest]:.2f}. The interquartile mean uses the middle half of all runs. It is"
-        text += f" {interquartile_mean([*scores.values()]):.2f}"
-        lines += ["", f"{text} (95%: {low:.2f} to {high:.2f})."]
     files = ", ".join(f"benchmark/results/{path.name}" for path in files_of(name))
     return lines + ["", f"Single runs, with the versions of packages: {files}."]
 
@@ -505,25 +472,6 @@ def draw_suite(name):
 
 
 # ----------------------------------------------------------------------------------------------------- repository
-def write_random():
-    """Mean return of 100 episodes of random actions on each MuJoCo task: the 0 of its scale."""
-    rows = []
-    for _, env_id, _ in suites.SUITES["mujoco"]:
-        env, returns = gym.make(env_id), []
-        env.action_space.seed(0)
-        for seed in range(100):
-            env.reset(seed=seed)
-            returns.append(0.0)
-            ended = False
-            while not ended:
-                _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
-                returns[-1] += float(reward)
-                ended = terminated or truncated
-        rows.append({"env_id": env_id, "mean_return": f"{statistics.fmean(returns):.4g}", "episodes": 100})
-        rows[-1]["versions"] = VERSIONS
-    write_rows(RESULTS / "random.csv", list(rows[0]), rows)
-
-
 def fill_page(page, blocks):
     """A page with these lines between the markers of each block's name."""
     for name, lines in blocks.items():
@@ -555,14 +503,12 @@ def write_readme():
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders
     out: Path = Path("report")  # where tables and curves go
-    publish: Literal[(*PUBLISHABLE, "random", "readme")] | None = None  # what of the repository to write instead
+    publish: Literal[(*PUBLISHABLE, "readme")] | None = None  # write this part of the repository instead of --out
 
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.publish == "random":
-        write_random()
-    elif args.publish == "readme":
+    if args.publish == "readme":
         write_readme()
     elif not args.runs:
         raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")

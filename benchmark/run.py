@@ -3,15 +3,14 @@
     python benchmark/run.py --suite classic                        # seeds 1 to 5 of each task, into runs/
     python benchmark/run.py --suite mujoco --seeds 3 --tasks Hopper-v4 Ant-v4
     python benchmark/run.py --suite mujoco --first-seed 6          # five more, 6 to 10
-    python benchmark/run.py --suite mujoco --tuned                 # with the settings of benchmark/tuned.yaml
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --script my_ppo.py --env-ids Hopper-v4 my_module:Mine-v0 --seeds 3    # a copy of a script
     python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
 others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands
-may work on one --runs-dir: a run is held by whoever has its log open, and the other waits for it. To share the work,
-give each command its own --tasks, or --first-seed and --seeds.
+may work on one --runs-dir: the process that has a run's log open owns the run, and the other one waits. To share the
+work, give each command its own --tasks, or --first-seed and --seeds.
 When a run fails the others go on; it is named at the end, and the exit status is 1.
 """
 
@@ -43,7 +42,7 @@ from run_folder import (
     read_args,
     summarise,
 )
-from suites import SUITES, TUNED
+from suites import SUITES
 
 
 @dataclasses.dataclass
@@ -54,12 +53,10 @@ class Args:  # the comments are what --help prints
     seeds: int = 5  # how many seeds of every task
     first_seed: int = 1  # the first of them
     tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
-    tuned: bool = False  # for tasks in benchmark/tuned.yaml, the flags given there in place of the suite's
-    total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
-    exp_name: str | None = None  # name of these settings in run folders and tables; None: tuned, or the script's
+    total_timesteps: int | None = None  # environment steps of every run; None: the suite's
+    exp_name: str | None = None  # name of these settings in run folders and tables; None: the script's
     runs_dir: str = "runs"  # where run folders are made and looked for
     jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
-    eval_episodes: int = 10  # episodes that the trained agent plays after its run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Job:
     seed: int
     words: tuple[str, ...]  # the other arguments
     runs_dir: Path
-    eval_episodes: int
+    evaluate: bool = True  # tune.py does not need it
 
     def __str__(self):
         return f"{self.script.stem} {self.env_id} seed {self.seed}"
@@ -91,7 +88,7 @@ class Job:
 
 def make_jobs(args, flags=()):
     """All runs of a suite with these flags, seed by seed, so that a suite that is cut short has some of every task."""
-    for name in ("seeds", "first_seed", "jobs", "eval_episodes"):
+    for name in ("seeds", "first_seed", "jobs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if (args.suite is None) == (args.script is None) or (args.script is None) != (not args.env_ids):
@@ -101,22 +98,19 @@ def make_jobs(args, flags=()):
     if unknown := set(args.tasks) - {env_id for _, env_id, _ in tasks}:
         known = ", ".join(env_id for _, env_id, _ in suite)
         raise SystemExit(f"--tasks: there is no {', '.join(sorted(unknown))} among {known}")
-    if args.tuned:
-        tasks = [(script, env_id, TUNED.get(env_id, flags)) for script, env_id, flags in tasks]
-    exp_name = args.exp_name or ("tuned" if args.tuned else None)
-    jobs, more = [], ["--exp-name", exp_name] if exp_name else []
+    jobs, more = [], ["--exp-name", args.exp_name] if args.exp_name else []
     more += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps is not None else []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for script, env_id, own_flags in tasks:
             words = (*own_flags.split(), *more, *flags)
-            jobs.append(Job(path_of(script), env_id, seed, words, Path(args.runs_dir).absolute(), args.eval_episodes))
+            jobs.append(Job(path_of(script), env_id, seed, words, Path(args.runs_dir).absolute()))
             parsed = jobs[-1].parsed
             try:
                 load_script(script).check(parsed)
             except ValueError as error:
                 raise SystemExit(f"{jobs[-1]}: {error}") from None
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
-                raise SystemExit("behind --: --env-id, --seed and --runs-dir are what run.py gives each run")
+                raise SystemExit("after --: run.py itself sets --env-id, --seed and --runs-dir")
     for job in jobs:
         try:
             run_dir = find_run(job)
@@ -193,11 +187,10 @@ def run_job(job, gpu, children, stop):
         known = json.loads(record.read_text()) if record.exists() else {}
         if known.get("global_step") != step:
             known = {}  # of an agent that has learned since
-        if job.eval_episodes and known.get("eval_episodes") != job.eval_episodes:  # tune.py wants none
-            words = ["--evaluate", str(run_dir), "--env-id", job.env_id, "--eval-episodes", str(job.eval_episodes)]
-            words = call(*words)[-1].split()
+        if job.evaluate and not known:
+            words = call("--evaluate", str(run_dir), "--env-id", job.env_id)[-1].split()
             evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
-            facts |= known | {"evaluation": evaluation, "eval_episodes": job.eval_episodes, "global_step": step}
+            facts |= {"evaluation": evaluation, "global_step": step}
             record.write_text(json.dumps(facts, indent=2))
     return summarise(run_dir)
 

@@ -40,7 +40,7 @@ def read_csv(path):
 
 
 def write_rows(path, fields, rows):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()
@@ -137,9 +137,9 @@ def defaults_of(path):
 
 def rolling_mean(returns):
     """Mean of the last 100 numbers up to each one, of fewer at the beginning."""
-    sums = np.concatenate([[0.0], np.cumsum(returns)])
-    first = np.maximum(np.arange(len(returns)) + 1 - 100, 0)
-    return (sums[1:] - sums[first]) / (np.arange(len(returns)) + 1 - first)
+    sums = np.cumsum(returns)
+    sums[100:] = sums[100:] - sums[:-100]
+    return sums / np.minimum(np.arange(len(sums)) + 1, 100)
 
 
 def curve(episodes, global_step, points=CURVE_POINTS):

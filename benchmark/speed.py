@@ -271,7 +271,6 @@ def make_cases(cleanrl=None, leanrl=None):
         "discrete-64": discrete_case(64, cleanrl),
         "processes": processes_case("HalfCheetah-v4", 16000, 306000),
         "processes-humanoid": processes_case("Humanoid-v4", 16000, 86000),
-        "processes-walker": processes_case("BipedalWalker-v3", 16000, 146000),
         "rlhf": rlhf_case(),
         "rnn": rnn_case(shared=False),
         "rnn-shared": rnn_case(shared=True),

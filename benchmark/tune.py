@@ -2,13 +2,11 @@
 
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --env-id Hopper-v4 --trials 30
     python benchmark/tune.py benchmark/sweeps/ppo_continuous.yaml --study hopper --trials 0     # what has been found
-    python benchmark/tune.py benchmark/tuned_search.yaml --study swimmer --env-id Swimmer-v4 --seeds 3 --trials 11
 
 A trial trains the task with every seed. A run's score is the mean raw return of its last 100 training episodes, a
 trial's score the median over seeds. After two seeds or more, a trial ends if it is behind the best one by a signed-rank
 test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has the script's default
-settings, unless --no-defaults is given. Then come the trials that the file lists for the task under `begin_with`. Each
-one changes the settings that it names.
+settings, unless --no-defaults is given.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again when a worker starts alone, and its runs go on from their
@@ -48,7 +46,7 @@ class Args:  # the comments are what --help prints
     env_id: str | None = None  # the task; None: that of the sweep
     seeds: int = 1  # how many seeds
     first_seed: int = 101  # the first of them
-    trials: int = 20  # finished trials that the study shall have, those that ended early included
+    trials: int = 20  # number of finished trials in the study, pruned ones included
     defaults: bool = True  # begin with the script's default settings
     jobs: int = 1  # trials at once in this process
     total_timesteps: int | None = None  # environment steps of a run; None: what the sweep says
@@ -150,8 +148,8 @@ def main():
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = str(list(defaults["hidden_sizes"]))  # as the files have it
-            for changes in ([{}] if args.defaults else []) + sweep.get("begin_with", {}).get(env_id, []):
-                study.enqueue_trial(defaults | changes, skip_if_exists=True)
+            if args.defaults:
+                study.enqueue_trial(defaults, skip_if_exists=True)
             retry_killed_trials(study, workers)
         fcntl.flock(workers, fcntl.LOCK_SH)
 
@@ -172,7 +170,7 @@ def main():
         scores = []  # of each seed
         try:
             for seed in seeds:
-                row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, 0), None, children, stop)
+                row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, evaluate=False), None, children, stop)
                 if row is None:
                     raise RuntimeError(f"{env_id}: no episode has ended")
                 trial.set_user_attr(f"{env_id} seed {seed}", row["last_100_mean"])

@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 def test_from_the_copy_to_the_plot(folder, main, capsys):
     """run.py trains seeds of the copy and of the original, report.py draws both, compare.py prints the difference. Each
     has the label of its file. A second call trains nothing; a damaged run is named and left out."""
-    flags = ["--env-ids=my_envs:Point-v0", "--eval-episodes=1", "--", *flags_of(**SMALL)]
+    flags = ["--env-ids=my_envs:Point-v0", "--", "--eval-episodes=1", *flags_of(**SMALL)]
     assert main(suites, "--script=my_ppo.py", "--seeds=2", *flags).returncode == 0
     assert main(suites, f"--script={ROOT / 'ppo_continuous.py'}", "--seeds=2", *flags).returncode == 0
     runs = sorted(folder.glob("runs/my_envs-Point-v0__*"))

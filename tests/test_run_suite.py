@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import run as suites
 import run_folder
 
-QUICK = ["--no-compile", "--update-epochs=1", "--checkpoint-interval=1"]  # for the script
+QUICK = ["--no-compile", "--update-epochs=1", "--checkpoint-interval=1", "--eval-episodes=1"]  # for the script
 
 
 def words_of(runs_dir, *words, steps=4096):
     """The command line of a suite of CartPole."""
     return [
-        *("--suite=classic", "--tasks=CartPole-v1", "--eval-episodes=1", f"--runs-dir={runs_dir}"),
+        *("--suite=classic", "--tasks=CartPole-v1", f"--runs-dir={runs_dir}"),
         *(*words, f"--total-timesteps={steps}", "--", *QUICK),
     ]
 
@@ -112,25 +112,18 @@ def test_suite_stops_and_waits_for_orphans(tmp_path, main):
 
 
 def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
-    """It is not repeated, unless the run has gone on since, or another number of episodes is wanted."""
+    """It is not repeated, unless the run has gone on since."""
     record, commit = run_dir / "benchmark.json", "0123abc"
 
-    def evaluation(eval_episodes):
-        args = suites.Args("classic", seeds=1, eval_episodes=eval_episodes, runs_dir=tmp_path, **ONE_RUN)
-        (job,) = suites.make_jobs(args, QUICK)
+    def evaluation(global_step):
+        record.write_text(json.dumps({"evaluation": -1.0, "commit": commit, "global_step": global_step}))
+        (job,) = suites.make_jobs(suites.Args("classic", seeds=1, runs_dir=tmp_path, **ONE_RUN), QUICK)
         row, recorded = suites.run_job(job, None, set(), threading.Event()), json.loads(record.read_text())
         assert row["evaluation"] == f"{recorded['evaluation']:.6g}"
         return recorded
 
-    def claim(**facts):
-        record.write_text(json.dumps({"evaluation": -1.0, "commit": commit, "versions": ""} | facts))
-
-    claim(eval_episodes=1, global_step=4096)
-    assert evaluation(eval_episodes=1)["evaluation"] == -1
-    found = evaluation(eval_episodes=2)
-    assert found["evaluation"] > 0 and found["eval_episodes"] == 2 and found["commit"] == commit
-    claim(eval_episodes=2, global_step=2048)
-    found = evaluation(eval_episodes=2)
+    assert evaluation(global_step=4096)["evaluation"] == -1
+    found = evaluation(global_step=2048)
     assert found["evaluation"] > 0 and found["commit"] != commit
 
 
@@ -141,7 +134,7 @@ def test_suite_names_what_failed(run_dir, tmp_path, main):
     assert "--num-minibatches must divide" in main(suites, *words, "--num-minibatches=7").returncode
     assert main(suites, *words, "--no-such-flag=1").returncode == 2
     for flag in ("--seed=7", "--runs-dir=elsewhere"):
-        assert "are what run.py gives each run" in main(suites, *words, flag).returncode
+        assert "run.py itself sets --env-id, --seed and --runs-dir" in main(suites, *words, flag).returncode
     assert run_dirs(tmp_path) == [run_dir]
     finished = main(suites, *words)
     assert finished.returncode == 1 and "1 of 2 runs have finished" in finished.stdout
@@ -156,27 +149,8 @@ def test_scripts_take_the_flags_of_every_suite(suite):
     assert len(jobs) == len(suites.SUITES[suite]) == len(set(jobs))
 
 
-def test_tuned_settings_are_those_of_the_file():
-    """Tasks of tuned.yaml have its flags, others those of the suite; flags after -- come last; the name says tuned."""
-    tuned = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True), ["--gamma=0.5"])
-    plain = {job.env_id: job for job in suites.make_jobs(suites.Args("mujoco", seeds=1), ["--gamma=0.5"])}
-    assert [job.env_id for job in tuned] == [*plain] and plain.keys() > set(suites.TUNED)
-    for job in tuned:
-        script = suites.load_script(job.script)
-        wanted = vars(script.parse_args([*suites.TUNED.get(job.env_id, "").split(), "--gamma=0.5"]))
-        other = suites.WHERE_AND_HOW
-        assert {k: v for k, v in vars(job.parsed).items() if k not in other} == {
-            k: v for k, v in wanted.items() if k not in other
-        }
-        assert job.parsed.exp_name == "tuned" and plain[job.env_id].parsed.exp_name == "ppo_continuous"
-        if job.env_id in suites.TUNED:
-            assert job.words != plain[job.env_id].words
-    (named,) = suites.make_jobs(suites.Args("mujoco", seeds=1, tuned=True, tasks=("Ant-v4",), exp_name="mine"))
-    assert named.parsed.exp_name == "mine"
-
-
 def test_suites_without_runs_are_refused():
-    for name in ("seeds", "first_seed", "jobs", "eval_episodes"):
+    for name in ("seeds", "first_seed", "jobs"):
         with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be at least 1"):
             suites.make_jobs(suites.Args("classic", **{name: 0}))
 

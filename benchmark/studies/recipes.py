@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmark/
@@ -50,8 +51,9 @@ class Args:
     write: bool = False  # train nothing, write the Result lines
 
 
-def train(job):
-    """A row: a whole training by a script with a recipe, or by the script as it is where recipe is ''."""
+def train(job, about):
+    """A row: a whole training by a script with a recipe, or by the script as it is where recipe is ''. about: commit,
+    versions and hardware"""
     recipe, script, flags, seed = job
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(ROOT / f"{script}.py", folder)
@@ -73,7 +75,7 @@ def train(job):
     figure = np.mean([float(row["episodic_return"]) for row in episodes[-100:]])
     env_id, rest = re.fullmatch(r"--env-id (\S+) ?(.*)", flags).groups()
     row = {"recipe": recipe, "script": script, "env_id": env_id, "seed": seed, "flags": rest, "steps": steps}
-    return row | {"last_100_mean": f"{figure:.6g}"} | machine()
+    return row | {"last_100_mean": f"{figure:.6g}"} | about
 
 
 def key(row):
@@ -112,6 +114,7 @@ def write_results(rows):
     for recipe in CASES:
         path = ROOT / "recipes" / f"{recipe}.diff"
         if (text := sentence(recipe, rows)) is None:
+            print(f"{recipe}: {TABLE.name} has no runs with and without it of one commit; its Result stays")
             continue
         head, diff = re.split(r"(?=^diff --git )", path.read_text(), maxsplit=1, flags=re.M)
         rest, result = re.split(r"^Result: ", head.rstrip("\n"), maxsplit=1, flags=re.M)
@@ -136,10 +139,10 @@ def main():
     done = {key(row) for row in rows}
     sides = [("", script, flags) for script, flags, _ in map(CASES.get, args.recipes)]
     sides += [(name, CASES[name][0], f"{CASES[name][1]} {CASES[name][2]}".strip()) for name in args.recipes]
-    commit = machine()["commit"]
+    about = machine()  # now: the first row makes the commit dirty
     jobs = [(*side, seed) for seed in range(1, args.seeds + 1) for side in dict.fromkeys(sides)]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(train, [job for job in jobs if (*job, commit) not in done]):
+        for row in pool.map(partial(train, about=about), [job for job in jobs if (*job, about["commit"]) not in done]):
             rows.append(row)
             write_rows(TABLE, FIELDS, [{name: row[name] for name in FIELDS} for row in rows])
             print(row["recipe"] or row["script"], row["env_id"], row["seed"], row["last_100_mean"], flush=True)
