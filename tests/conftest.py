@@ -177,7 +177,7 @@ def golden(name):
 
     def tensors(tree):
         if isinstance(tree, dict):
-            return float("nan") if tree == {"special": "nan"} else {key: tensors(value) for key, value in tree.items()}
+            return {key: tensors(value) for key, value in tree.items()}
         try:
             return torch.tensor(tree, dtype=torch.float64) if isinstance(tree, list) else tree
         except (TypeError, ValueError):

@@ -273,6 +273,8 @@ def test_images(tmp_path, watch):
     assert agent.predict(image) in (5, 6) and agent.predict(image[None]).shape == (1,)
     with pytest.raises(ValueError, match="of shape"):
         agent.predict(image[:, :20])
+    train(tmp_path, env_id="images/Last-v0", total_timesteps=64, clip_reward=False)
+    assert set(estimates[-1][0][4].flatten().tolist()) == {0.0, 3.0}
 
 
 @pytest.mark.parametrize("shape", [(7, 48, 3), (40, 3, 48), (48, 48)])

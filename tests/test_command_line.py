@@ -60,9 +60,8 @@ BAD = {  # in one script, which stands for all
     "not a number of environments": ({"num_envs": "1.2.3"}, None),
     "fraction of an environment": ({"num_envs": "4.5"}, None),
     "no such flag": ({"no_such_flag": 1}, None),
-    "abbreviation": ({"num_env": 4}, None),
+    "abbreviation": ({"pres": "cleanrl"}, None),
     "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
-    "no such preset": ({"preset": "baselines"}, None),
     "several choices": ({"env_id": "discrete/Target-v0"}, "use ppo_discrete.py"),
 }
 EACH = {"unknown environment": ({"env_id": "NoSuchEnv-v0"}, "Environment `NoSuchEnv` doesn't exist")}

@@ -47,8 +47,7 @@ def remembering():
 
 def test_episodes_and_statistics(tmp_path, remembering):
     """episodes.csv has every finished episode once, where it ended, with its raw return and length, whatever
-    --reward-scale. Statistics have seen every observation that was acted on once, the first included, the last not yet,
-    nothing of the step that only looks at infos."""
+    --reward-scale. Statistics have seen every observation that was acted on once, the first too, the last not yet."""
     settings = {"reward_scale": 0.1, "total_timesteps": 4000}
     agent, run_dir = script.train(make_args(tmp_path, env_id=env_id_of(lambda *_: remembering), **settings))
     header, *rows = (line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines())
@@ -140,9 +139,6 @@ def test_export(tmp_path, monkeypatch):
             actor = torch.export.load(path).module()
         actions = actor(obs)
         torch.testing.assert_close(actions, agent.predict(obs), atol=1e-6, rtol=1e-5)
-        mean = agent.actor(((obs - agent.obs_rms.mean) / agent.obs_rms.var.sqrt()).float())[:, :1].detach()
-        expected = mean.clamp(-1, 1) if agent.args.policy == "normal" else mean.tanh()
-        torch.testing.assert_close(actions, expected, atol=1e-5, rtol=1e-4)
         names = list(actor.state_dict())
         assert "actor.0.weight" in names and not any("critic" in name for name in names)
 

@@ -109,35 +109,6 @@ def test_initialisation_of_the_memory():
     assert not cell.bias_ih.any() and not cell.bias_hh.any()
 
 
-@BOTH_CELLS
-def test_replay_of_a_rollout_with_its_ends(cell):
-    """Values of observations and final observations, against a loop that steps aside for every final one. With lambda 0
-    and no rewards an advantage is gamma * (value of what follows) - value."""
-    agent = make_agent(cell=cell)
-    truncations = STARTS["often"]
-    ended = truncations | STARTS["seldom"]
-    starts = torch.cat([torch.zeros_like(ended[:1]), ended])
-    obs, final_obs = torch.randn(T + 1, n, 3), torch.randn(int(truncations.sum()), 3)
-    first = state = torch.randn(n, agent.memory.state_size)
-    features, finals, final_states = [], [], []
-    for t in range(T + 1):
-        state = torch.where(starts[t].unsqueeze(1), 0.0, state)
-        output, state = agent.memory.step(obs[t], state)
-        features.append(output)
-        for column in truncations[t].nonzero().flatten() if t < T else ():
-            final_states.append(state[column])
-            finals.append(agent.memory.step(final_obs[len(finals)][None], state[column][None])[0][0])
-    with torch.no_grad():
-        values, final_values = agent.get_value(torch.stack(features)), agent.get_value(torch.stack(finals))
-    next_values = values[1:].masked_fill(ended & ~truncations, 0.0)
-    next_values[truncations] = final_values
-    rollout = obs, starts, first, final_obs, torch.stack(final_states)
-    found = script.estimate_advantages(agent, rollout, torch.zeros(T, n), ended & ~truncations, truncations, 0.9, 0.0)
-    expected = values[:-1], 0.9 * next_values - values[:-1]
-    for one, two in zip(found, expected):
-        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("env_id, cell", [("box/Chain-v0", "lstm"), ("masks/Masked-v0", "gru")])
 def test_ratio_is_one_in_the_first_minibatch(args, watch, env_id, cell):
     """In every iteration, with episodes that span rollouts and end anywhere in them, moving observation statistics,

@@ -201,7 +201,7 @@ gym.register("discrete/Ended-v0", Ended, kwargs={"discrete": True})
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_time_limits_as_ends(name, tmp_path):
     """With the recipe, a run with truncated episodes is that of the script with terminated ones, to the bit; the
-    script's own differs. (test_golden.py has CleanRL's golden vector for terminated episodes.)"""
+    script's own differs."""
     runs = []
     for recipes, env in ((["time_limits_as_ends"], "Chain"), ([], "Ended"), ([], "Chain")):
         script = with_recipes(name, *recipes)
