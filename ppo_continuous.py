@@ -443,8 +443,8 @@ def train(args=None, resume=None):
                     break
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
-                if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, this iteration is not saved")
+                if not np.isfinite(x).all():
+                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}

@@ -290,7 +290,7 @@ class Agent(nn.Module):
             half_range = torch.where(bounded, (self.action_high - self.action_low) / 2, 1.0)
             return (center + half_range * action).clamp(self.action_low, self.action_high).to(self.action_low.dtype)
         action = action.reshape(action.shape[:-1] + self.action_start.shape)
-        return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
+        return (action + self.action_start).to(self.action_start.dtype)
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
@@ -551,8 +551,8 @@ def train(args=None, resume=None):
                     break
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
-                if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, this iteration is not saved")
+                if not np.isfinite(x).all():
+                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOX, DISCRETE, ROOT, act
+from conftest import BOX, DISCRETE, ROOT
 
 
 @BOX
@@ -76,16 +76,6 @@ def test_gpu_sim_with_bounds_above_0_and_minibatches_of_one_step(tmp_path):
     sim = importlib.import_module("ppo_gpu_sim")
     small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 32, "hidden_sizes": (8, 8), "compile": False}
     sim.train(sim.Args(env_id="box/Half-v0", runs_dir=str(tmp_path), total_timesteps=64, norm_adv="minibatch", **small))
-
-
-@pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
-def test_actions_of_unsigned_types(script):
-    """torch cannot add them; the environment gets what its space says."""
-    space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint16, start=[1, 5])
-    described = [script.describe_actions(space)] if script.__name__ == "ppo_rnn" else script.choices(space)
-    agent = script.Agent((3,), *described, script.Args())
-    actions = [act(agent, raw_obs, deterministic=False) for raw_obs in np.random.default_rng(0).normal(size=(50, 3))]
-    assert all(space.contains(action) for action in actions) and len({tuple(action) for action in actions}) == 6
 
 
 @DISCRETE

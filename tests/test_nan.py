@@ -1,5 +1,4 @@
-"""NaN, infinity and numbers too large for float32, from an environment or from learning: one line, code 2, and the last
-checkpoint stays."""
+"""NaN and infinity, from an environment or from learning: one line, code 2, and the last checkpoint stays."""
 
 from pathlib import Path
 
@@ -31,18 +30,6 @@ class NanLater(probes.Target):
         return self.target * np.nan if is_nan else self.target.copy(), 0.0, not is_nan, False, {}
 
 
-class HugeRewards(probes.Target):
-    """From the 300th step on, its rewards are 1e19 times as large."""
-
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        obs, reward, *rest = super().step(action)
-        return obs, (reward - 1) * (1e19 if self.steps >= 300 else 1), *rest
-
-
-probes.register("HugeRewards", HugeRewards)
 probes.register("NanLater", NanLater)
 probes.register("NanLast", NanLater, number=304)  # the last of 19 rollouts
 probes.register("NanEnd", NanEnd, lengths=(5,))
@@ -53,23 +40,17 @@ def test_no_checkpoint_of_nan(script, small_args, main):
     """In the first iteration: nothing is saved."""
     args = small_args(env_id=probe(script, "NanEnd"), norm_obs=False)
     line = main(script, *flags_of(**vars(args) | {"hidden_sizes": "[64, 64]"}))
-    assert_one_line(line, "NaN or a number above 1e15 in the weights: ")
+    assert_one_line(line, "NaN or infinity in the weights: ")
     assert not list(Path(args.runs_dir).glob("*/checkpoint.pt"))
 
 
 @pytest.mark.parametrize(
-    "name, source, changes",
-    [
-        ("NanLater", "observations", {}),
-        ("NanLast", "weights", {}),
-        ("NanReward", "rewards", {}),
-        ("HugeRewards", "rewards", {"norm_reward": False}),
-    ],
+    "name, source", [("NanLater", "observations"), ("NanLast", "weights"), ("NanReward", "rewards")]
 )
-def test_environment_that_returns_nan(script, small_args, name, source, changes):
+def test_environment_that_returns_nan(script, small_args, name, source):
     """In step 1200 or 1216: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
-    args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0, **changes)
-    with pytest.raises(ValueError, match=f"^NaN or a number above 1e15 in the {source}: ") as error:
+    args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0)
+    with pytest.raises(ValueError, match=f"^NaN or infinity in the {source}: ") as error:
         script.train(args)
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
@@ -84,5 +65,5 @@ def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
     before = (run_dir / "checkpoint.pt").read_bytes()
     flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
     diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
-    assert_one_line(diverged, "NaN or a number above 1e15 in the weights: stopped, this iteration is not saved")
+    assert_one_line(diverged, "NaN or infinity in the weights: stopped, this iteration is not saved")
     assert (run_dir / "checkpoint.pt").read_bytes() == before

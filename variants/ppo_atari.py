@@ -178,7 +178,7 @@ class Agent(nn.Module):
     def to_env_action(self, action):
         """(..., K), each counted from 0 -> (..., *shape of the action space), counted from the space's start"""
         action = action.reshape(action.shape[:-1] + self.action_start.shape)
-        return (action + self.action_start.long()).to(self.action_start.dtype)  # long: torch cannot add uint16
+        return (action + self.action_start).to(self.action_start.dtype)
 
     @torch.no_grad()
     def predict(self, obs, deterministic=True, action_mask=None):
@@ -401,8 +401,8 @@ def train(args=None, resume=None):
                     break
             weights = flat_parameters.cpu().numpy()
             for name, x in {"rewards": step_rewards, "weights": weights}.items():
-                if not (np.abs(x) < 1e15).all():  # NaN too. This leaves room for squares and sums in float32.
-                    raise UsageError(f"NaN or a number above 1e15 in the {name}: stopped, this iteration is not saved")
+                if not np.isfinite(x).all():
+                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
