@@ -17,8 +17,7 @@
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
 1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
-   bootstraps from the observation before the last step (rsl_rl). `masked` gives that step the advantage 0 (Brax),
-   before --norm-adv.
+   bootstraps from the observation before the last step (rsl_rl). `masked`: its advantage is 0 before --norm-adv (Brax).
 2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is r_t + gamma R_{t+1} - V(s_t), with R = A + V
    (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
@@ -27,9 +26,8 @@ Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file
    `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the learning rate adapts to the exact KL of each minibatch (rsl_rl 5.0).
 --update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
-4.0). Statistics of observations change between rollouts, in rsl_rl after every step. Google's notebook updates them
-first and then normalizes the batch again, so its first ratio is not 1. The critic may see more than the actor:
-{"policy": ..., "critic": ...}.
+4.0). Statistics of observations change between rollouts (rsl_rl: every step). Google's notebook then normalizes the
+batch anew, so its first ratio is not 1. The critic may see more than the actor: {"policy": ..., "critic": ...}.
 No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
@@ -702,8 +700,7 @@ class GymEnvs:
         final_obs, ended = obs.copy(), terminations | truncations
         if ended.any():  # obs belong to the next episode already
             final_obs[ended] = np.stack(infos["final_obs"][ended])
-        steps = (obs, rewards, terminations, truncations)
-        return *(self.tensor(x) for x in steps), {"final_obs": self.tensor(final_obs)}
+        return *map(self.tensor, (obs, rewards, terminations, truncations)), {"final_obs": self.tensor(final_obs)}
 
 
 def make_envs(args, num_envs, device):
