@@ -444,7 +444,7 @@ def train(args=None, resume=None):
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
                 if not np.isfinite(x).all():
-                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
+                    raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}

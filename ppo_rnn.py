@@ -552,7 +552,7 @@ def train(args=None, resume=None):
             weights = flat_parameters.cpu().numpy()
             for name, x in {"observations": raw_obs, "rewards": step_rewards, "weights": weights}.items():
                 if not np.isfinite(x).all():
-                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
+                    raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -816,7 +816,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder: action, state = load_agent("runs/NAME").predict(obs, state)."""
+    """The trained agent of a run folder: action, state = load_agent("runs/NAME").predict(raw_obs, state)."""
     weights = load_checkpoint(run_dir)["agent"]
     actions = {name: array for name, array in weights.items() if name.startswith("action_") and "." not in name}
     agent = Agent(weights["obs_rms.mean"].shape, actions, load_args(run_dir))

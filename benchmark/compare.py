@@ -9,7 +9,7 @@ The files are what report.py writes. Without a name, runs are compared that have
 For each task: the mean over seeds of the last 100 training episodes, and the 95% interval (Welch) of the difference. An
 interval that contains 0 shows no change. Falls: episodes that end before the time limit, per 1,000 steps of the last
 fifth of a run. Low: runs below half of the mean of their setting.
-Next-to-last line: tasks that fall by more than one standard error, with the difference in standard errors.
+Then: tasks that are lower by more than one standard error, with the difference in standard errors.
 Last line, if a task has a published figure: the mean of those tasks' differences, each divided by the size of the
 highest published figure (published.csv); its standard error; the ratio of the two.
 """

@@ -9,9 +9,10 @@ Without --publish nothing in the repository changes.
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
-Intervals are bootstrap intervals of 95% over seeds. `--publish SUITE` takes
-only that suite's tasks from the folders. A row's flags are what differed from the script's defaults when it ran.
-After a change of defaults, delete the older rows: they would pass for runs with the new ones.
+Intervals are bootstrap intervals of 95% over seeds. `--publish SUITE` takes only that suite's tasks from the folders,
+and only runs whose --exp-name is the script's (for mujoco-tuned: `tuned`). A row's flags are what differed from the
+script's defaults when it ran. After a change of defaults, delete the older rows: they would pass for runs with the new
+ones.
 """
 
 import dataclasses
@@ -102,7 +103,7 @@ def summarise_all(run_dirs, suite=""):
             if re.fullmatch("tune-[0-9a-f]{8}", args["exp_name"]):
                 reason = "a trial of tune.py"
             elif suite and args["exp_name"] != (wanted := "tuned" if suite == "mujoco-tuned" else args["script"]):
-                reason = f"its --exp-name is {args['exp_name']}, but --publish takes {wanted} only"
+                reason = f"its --exp-name is {args['exp_name']}; --publish {suite} takes only {wanted}"
             elif row := summarise(run_dir):
                 if row["evaluation"] != "" or not suite:
                     found.append((run_dir, {name: str(value) for name, value in row.items()}))

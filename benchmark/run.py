@@ -54,7 +54,7 @@ class Args:  # the comments are what --help prints
     first_seed: int = 1  # the first of them
     tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
     total_timesteps: int | None = None  # environment steps of every run; None: the suite's
-    exp_name: str | None = None  # name of these settings in run folders and tables; None: the script's
+    exp_name: str | None = None  # name of these settings in run folders and tables; None: the suite's, or the script's
     runs_dir: str = "runs"  # where run folders are made and looked for
     jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
 

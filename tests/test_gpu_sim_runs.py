@@ -129,7 +129,7 @@ def test_seeds(tmp_path, remembering):
 
 def test_export(tmp_path, monkeypatch):
     """The file alone, without this project and without a critic, gives the actions of the agent, for any number of
-    observations: the mean action, of observations normalised by the statistics of the run, within the bounds."""
+    observations."""
     for update in ("rsl_rl", "google"):
         agent, run_dir = script.train(make_args(tmp_path, update))
         script.export_actor(run_dir)

@@ -48,13 +48,13 @@ def test_no_checkpoint_of_nan(script, small_args, main):
     "name, source", [("NanLater", "observations"), ("NanLast", "weights"), ("NanReward", "rewards")]
 )
 def test_environment_that_returns_nan(script, small_args, name, source):
-    """In step 1200 or 1216: the checkpoint before it stays, in a folder that the line names, and it can be resumed."""
+    """In step 1200 or 1216: the checkpoint before it stays, and it can be resumed."""
     args = small_args(env_id=probe(script, name), total_timesteps=64 * 20, checkpoint_interval=0)
     with pytest.raises(ValueError, match=f"^NaN or infinity in the {source}: ") as error:
         script.train(args)
     (run_dir,) = Path(args.runs_dir).iterdir()
     saved = script.load_checkpoint(run_dir)
-    assert "this iteration is not saved" in str(error.value) and saved["global_step"] == 64 * 18
+    assert "this iteration was not saved" in str(error.value) and saved["global_step"] == 64 * 18
     assert all(tensor.isfinite().all() for tensor in saved["agent"].values())
     script.train(resume=run_dir)
     assert script.load_checkpoint(run_dir)["global_step"] == 64 * 20
@@ -65,5 +65,5 @@ def test_weights_that_are_not_finite_are_not_saved(script, run_dir, main):
     before = (run_dir / "checkpoint.pt").read_bytes()
     flags = ["--learning-rate=1e38", "--max-grad-norm=0", "--no-anneal-lr", "--total-timesteps=1024"]
     diverged = main(script, "--resume", run_dir, *flags, "--checkpoint-interval=0", "--target-kl=None")
-    assert_one_line(diverged, "NaN or infinity in the weights: stopped, this iteration is not saved")
+    assert_one_line(diverged, "NaN or infinity in the weights: training stopped; this iteration was not saved")
     assert (run_dir / "checkpoint.pt").read_bytes() == before

@@ -26,12 +26,12 @@ def test_statistics_keep_their_digits(script):
 @pytest.mark.parametrize("rollout", [1, 20, 200])
 def test_reward_normalisation_of_sb3(script, rollout):
     """VecNormalize on the same random rewards, 200 steps, 5 environments: its deviation at the end of a rollout divides
-    all rewards of the rollout."""
+    all rewards of the rollout. One reward is so large that it is clipped."""
     from stable_baselines3.common.vec_env import VecNormalize
 
     rng = np.random.default_rng(0)
     rewards, ended = rng.normal(2, 3, (200, 5)), rng.random((200, 5)) < 0.05
-    rewards[150, 2] = 1e4  # is clipped
+    rewards[150, 2] = 1e4
 
     class Rewards:  # the least that VecNormalize wants of a vector environment
         num_envs, render_mode = 5, None
@@ -51,7 +51,8 @@ def test_reward_normalisation_of_sb3(script, rollout):
             sb3.step_wait()
         ours = script.normalize_rewards(rms, running, torch.tensor(raw), torch.tensor(ends), 0.97).numpy()
         np.testing.assert_allclose(ours, sb3.normalize_reward(raw), atol=1e-6)
-        assert ours.max() == (10 if start <= 150 < start + rollout else pytest.approx(ours.max()))
+        if start <= 150 < start + rollout:
+            assert ours.max() == 10
         np.testing.assert_allclose(running, sb3.returns, atol=1e-7)
 
 

@@ -119,7 +119,7 @@ def test_only_runs_under_the_name_of_the_suite_are_published(run_dir, results, c
     (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "slow"}))
     with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
         report.write_csv("classic", [run_dir])
-    assert "its --exp-name is slow, but --publish takes ppo_discrete only" in capsys.readouterr().err
+    assert "its --exp-name is slow; --publish classic takes only ppo_discrete" in capsys.readouterr().err
 
 
 def test_tuned_settings_are_published_alone(run_dir, results, monkeypatch):

@@ -72,13 +72,13 @@ def test_resume_with_other_sizes(script, run_dir, main, flag, rest):
     assert sum(int(row[2]) for row in rows(run_dir)[1:]) == 512  # episodes of one step
 
 
-def test_resume_with_a_larger_batch_stays_within_the_total(script, small_args, run_dir):
+def test_resume_with_a_larger_batch_stays_within_the_total(script, run_dir):
     args = dataclasses.replace(script.load_args(run_dir), num_envs=24, total_timesteps=1100)
     script.train(args, run_dir)  # 256 steps are 2/3 of a new batch, and the total has room for two
     assert script.load_checkpoint(run_dir)["global_step"] == 256 + 384
 
 
-def test_a_resumed_run_that_is_stopped_keeps_its_new_settings(script, run_dir, main, tmp_path):
+def test_a_resumed_run_that_is_stopped_keeps_its_new_settings(script, run_dir):
     """Its first iteration is saved, so the printed command goes on with them. Here the second iteration fails."""
     args = dataclasses.replace(script.load_args(run_dir), learning_rate=1e-5, total_timesteps=512)
     env_kwargs = json.dumps({"runs_dir": str(run_dir.parent)})

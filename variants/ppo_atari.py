@@ -402,7 +402,7 @@ def train(args=None, resume=None):
             weights = flat_parameters.cpu().numpy()
             for name, x in {"rewards": step_rewards, "weights": weights}.items():
                 if not np.isfinite(x).all():
-                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
+                    raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -714,7 +714,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder: load_agent("runs/NAME").predict(raw_obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     agent = Agent(state["obs_shape"].tolist(), state["action_sizes"], state["action_start"], load_args(run_dir))
     agent.load_state_dict(state)

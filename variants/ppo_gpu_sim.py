@@ -17,7 +17,7 @@
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
 1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
-   bootstraps from the observation before the last step (rsl_rl). `masked`: its advantage is 0 before --norm-adv (Brax).
+   takes the observation before the last step (rsl_rl). `masked` sets the advantage to 0 before --norm-adv (Brax).
 2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is r_t + gamma R_{t+1} - V(s_t), with R = A + V
    (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
@@ -26,8 +26,9 @@ Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file
    `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the learning rate adapts to the exact KL of each minibatch (rsl_rl 5.0).
 --update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
-4.0). Statistics of observations change between rollouts (rsl_rl: every step). Google's notebook then normalizes the
-batch anew, so its first ratio is not 1. The critic may see more than the actor: {"policy": ..., "critic": ...}.
+4.0). Statistics of observations change between rollouts (rsl_rl: every step). Google's notebook updates them before
+learning and normalizes the batch again, so its first ratio is not 1. The critic may see more than the actor:
+{"policy": ..., "critic": ...}.
 No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
@@ -520,7 +521,7 @@ def train(args=None, resume=None):
             checked = {"observations": raw_obs, "critic observations": raw_critic_obs, "rewards": rewards}
             for name, x in {**checked, "weights": flat_parameters}.items():
                 if not x.isfinite().all():
-                    raise UsageError(f"NaN or infinity in the {name}: stopped, this iteration is not saved")
+                    raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
@@ -615,8 +616,8 @@ class VectorEnvs:
 
     Observations are a tensor (N, D) or a mapping {"policy": (N, D), "critic": (N, P)}. `step` resets ended environments
     and returns their first observations. Optional: infos["final_obs"], the last observations, N rows in the same form,
-    read where truncated. infos["log"] and ["episode"] are {name: number}. --stagger-envs sets episode_length_buf (N,),
-    which `step` must obey, below max_episode_length. docs/gpu_sim.md has an example."""
+    read where truncated. infos["log"] and ["episode"] are {name: number}. --stagger-envs writes step counts below
+    max_episode_length to episode_length_buf (N,); `step` must continue from them. docs/gpu_sim.md has an example."""
 
     num_envs: int
     single_action_space: gym.spaces.Box  # of any shape, actions come flat; without bounds only for --policy normal

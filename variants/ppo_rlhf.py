@@ -29,8 +29,8 @@ Where implementations differ, this one does as follows (docs/rlhf.md has more):
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
    cache, so the first minibatch of an iteration has probability ratio 1.
-6. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only, so with
-   them the KL is biased.
+6. Log-probabilities, KL and entropy are those at --temperature. --top-k and --top-p restrict the sampling only: they
+   make the KL estimate biased.
 7. Trained weights, gradients and optimizers are float32. On CUDA, forward passes run in bfloat16.
 
 Shapes, in each process: B = answers of an iteration, M = answers of a minibatch, S = answers of a micro-batch,
@@ -329,7 +329,7 @@ def train(args=None, resume=None):
                 scores = score_answers(args, reward_model, batch, texts, S)  # (B,)
             log_probs, ref_log_probs, values = (torch.cat(x) for x in zip(*parts))  # (B, R)
             if not scores.isfinite().all():
-                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; this iteration is not saved")
+                raise UsageError(f"iteration {iteration}: a score is NaN or infinite; this iteration was not saved")
 
             # --------------------------------------------------------------------------------------------- advantages
             kl = (log_probs - ref_log_probs).masked_fill(~mask, 0.0)  # (B, R); the sum over an answer estimates its KL
@@ -373,7 +373,7 @@ def train(args=None, resume=None):
                     apply_gradient(actor, actor_optimizer, args.max_grad_norm)
                     apply_gradient(critic, critic_optimizer, args.max_grad_norm)
             if not all(parameter.isfinite().all() for model in (actor, critic) for parameter in model.parameters()):
-                raise UsageError(f"iteration {iteration} gave NaN or infinity; this iteration is not saved")
+                raise UsageError(f"iteration {iteration} gave NaN or infinity; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
             scalars = {

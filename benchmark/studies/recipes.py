@@ -114,7 +114,7 @@ def write_results(rows):
     for recipe in CASES:
         path = ROOT / "recipes" / f"{recipe}.diff"
         if (text := sentence(recipe, rows)) is None:
-            print(f"{recipe}: {TABLE.name} has no runs with and without it of one commit; its Result stays")
+            print(f"{recipe}: {TABLE.name} has no commit with runs both with and without it; its Result stays")
             continue
         head, diff = re.split(r"(?=^diff --git )", path.read_text(), maxsplit=1, flags=re.M)
         rest, result = re.split(r"^Result: ", head.rstrip("\n"), maxsplit=1, flags=re.M)
@@ -139,7 +139,8 @@ def main():
     done = {key(row) for row in rows}
     sides = [("", script, flags) for script, flags, _ in map(CASES.get, args.recipes)]
     sides += [(name, CASES[name][0], f"{CASES[name][1]} {CASES[name][2]}".strip()) for name in args.recipes]
-    about = machine()  # now: the first row makes the commit dirty
+    about = machine()
+    about["commit"] = about["commit"].removesuffix("-dirty")  # rows of this study make it dirty
     jobs = [(*side, seed) for seed in range(1, args.seeds + 1) for side in dict.fromkeys(sides)]
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(partial(train, about=about), [job for job in jobs if (*job, about["commit"]) not in done]):
