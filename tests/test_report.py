@@ -122,6 +122,17 @@ def test_only_runs_under_the_name_of_the_suite_are_published(run_dir, results, c
     assert "its --exp-name is slow; --publish classic takes only ppo_discrete" in capsys.readouterr().err
 
 
+def test_trials_of_a_search_are_left_out(run_dir, tmp_path, capsys):
+    """Of reports too. A name of the user's that begins alike is none."""
+    args = json.loads((run_dir / "args.json").read_text())
+    (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "tune-0123abcd"}))
+    with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
+        report.write_report([run_dir], tmp_path / "report")
+    assert "a trial of tune.py" in capsys.readouterr().err
+    (run_dir / "args.json").write_text(json.dumps(args | {"exp_name": "tune-lr"}))
+    report.write_report([run_dir], tmp_path / "report")
+
+
 def test_tuned_settings_are_published_alone(run_dir, results, monkeypatch):
     monkeypatch.setitem(report.suites.SUITES, "mujoco-tuned", [("ppo_discrete", "CartPole-v1", "--exp-name tuned")])
     args = json.loads((run_dir / "args.json").read_text())
