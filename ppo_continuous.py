@@ -16,7 +16,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
    In the first rollout they are 0 and 1.
-3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
+3. Rewards are divided by the deviation of the discounted return, including this rollout's. Logged returns are raw.
 4. An action dimension with two finite bounds is scaled: the policy's -1 and 1 mean the lower and the upper bound.
 5. The environment gets clipped actions. The policy learns from the unclipped ones.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
@@ -352,7 +352,7 @@ def train(args=None, resume=None):
         def act(raw_obs):
             """raw_obs (N, D) -> obs (N, D), actions (N, A), log_probs (N,), actions for the environments"""
             obs = agent.normalize_obs(raw_obs)
-            # torch.compile drops the entropy and the value. After the rollout, all values are computed at once.
+            # torch.compile removes the unused entropy and value. All values are computed at once, after the rollout.
             action, log_prob, _, _ = agent.get_action_and_value(obs)
             return obs, action, log_prob, agent.to_env_action(action)
 
@@ -372,7 +372,7 @@ def train(args=None, resume=None):
         obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)  # as the policy chose them, not clipped
         log_probs = torch.zeros(T, N, device=device)
-        # Filled step by step in numpy, which is faster. They go to the device after the rollout.
+        # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
@@ -489,8 +489,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    the numbers of an episode's last info: merging whole infos can cost more than the step."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step drops
+    infos, except an episode's last numbers: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

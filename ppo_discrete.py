@@ -16,7 +16,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
    In the first rollout they are 0 and 1.
-3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
+3. Rewards are divided by the deviation of the discounted return, including this rollout's. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
@@ -174,7 +174,7 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def get_log_probs(self, obs, action_mask=None):
-        """obs (..., D), action_mask (..., A) bool or None (all allowed) -> K log-probabilities (..., size)"""
+        """obs (..., D), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         logits = self.actor(obs)
         if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
@@ -342,7 +342,7 @@ def train(args=None, resume=None):
         def act(raw_obs, action_mask):
             """raw_obs (N, D), mask (N, A) -> obs (N, D), actions (N, K), log_probs (N,), the environments' actions"""
             obs = agent.normalize_obs(raw_obs)
-            # torch.compile drops the entropy and the value. After the rollout, all values are computed at once.
+            # torch.compile removes the unused entropy and value. All values are computed at once, after the rollout.
             action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
             return obs, action, log_prob, agent.to_env_action(action)
 
@@ -363,7 +363,7 @@ def train(args=None, resume=None):
         actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # as the policy counts, from 0
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
-        # Filled step by step in numpy, which is faster. They go to the device after the rollout.
+        # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
@@ -478,8 +478,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    masks, and the numbers of an episode's last info: merging whole infos can cost more than the step."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step drops
+    infos, except masks and an episode's last numbers: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

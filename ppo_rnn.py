@@ -16,7 +16,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
    In the first rollout they are 0 and 1.
-3. Rewards are divided by the deviation of the discounted return, this rollout's included. Logged returns are raw.
+3. Rewards are divided by the deviation of the discounted return, including this rollout's. Logged returns are raw.
 4. Discrete: each action dimension has its own softmax. An action that infos["action_mask"] forbids has probability 0.
 5. Box: the policy's -1 and 1 map to the bounds of the action space, where both are finite. The environment gets clipped
    actions. The policy learns from the unclipped ones.
@@ -34,7 +34,7 @@ of the choices (Discrete) or K (Box, whose masks have no columns). E = number of
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
 episode_starts[t]: an episode starts at obs[t], so the memory is zeroed before it. Row 0 is False, because first_state,
-the state before obs[0], is already zero there.
+the state before obs[0], is already zero where an episode starts.
 """
 
 import argparse
@@ -160,21 +160,22 @@ class Memory(nn.Module):
     """An LSTM or a GRU. The state of an environment is a row of S numbers: the hidden state (GRU, S = H), or hidden and
     cell state side by side (LSTM, S = 2 H). It is zero when an episode starts.
 
-    To replace it, write a class with state_size, step and replay. step must leave the given state as it is, and give H
-    features. replay may call step for each t, after state = state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0),
-    and stack the features. Remember nothing outside the state. There may be no dropout, and every parameter must affect
-    the loss. Check: with --update-epochs 1 --num-minibatches 1, losses/approx_kl is 0 up to rounding."""
+    To replace it, write a class with state_size, step and replay. step returns H features and a new state, and leaves
+    the given one unchanged. The simplest replay calls step for each t, and before that
+    state = state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0). Remember nothing outside the state, and use no
+    dropout. Every parameter must affect the loss. Check: with --update-epochs 1 --num-minibatches 1,
+    losses/approx_kl is 0 up to rounding."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
         self.is_lstm = cell == "lstm"
         self.hidden_size, self.state_size = hidden_size, hidden_size * (2 if self.is_lstm else 1)
-        self.cell = (nn.LSTMCell if self.is_lstm else nn.GRUCell)(input_size, hidden_size)
+        self.cell = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}[cell](input_size, hidden_size)
         for weight in (self.cell.weight_ih, self.cell.weight_hh):
             nn.init.orthogonal_(weight)
         for bias in (self.cell.bias_ih, self.cell.bias_hh):
             nn.init.zeros_(bias)
-        # PyTorch's kernel for whole sequences. `replay` lends it the cell's weights. In a list it is no submodule.
+        # PyTorch's kernel for whole sequences. `replay` lends it the cell's weights. A list hides it from parameters().
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -253,7 +254,7 @@ class Agent(nn.Module):
         return self.critic(features).squeeze(-1)
 
     def get_log_probs(self, features, action_mask=None):
-        """features (..., H), action_mask (..., A) bool or None (all allowed) -> K log-probabilities (..., size)"""
+        """features (..., H), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         logits = self.actor(features)
         if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
@@ -295,7 +296,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
         """raw_obs, flat, (D,) or (N, D), the state from the last call (None at an episode's start) and mask(s), (A,) or
-        (N, A) -> action(s) for the environment, numpy, and the next state. Zero its row when an episode ends."""
+        (N, A) -> action(s) for the environment, numpy, and the next state. When an episode ends, zero its row."""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
@@ -354,7 +355,7 @@ def estimate_advantages(agent, rollout, rewards, terminations, truncations, gamm
 
     rollout: all_obs (T + 1, N, D), whose row T follows the last step; episode_starts (T + 1, N); first_state (N, S),
     the state before all_obs[0]; final_obs (E, D) and final_states (E, S) of the truncated episodes, in the order of
-    truncations.nonzero(). The states stay as they were stored, although the weights change."""
+    truncations.nonzero(). In epochs 2, 3, ... the states are from older weights."""
     all_obs, episode_starts, first_state, final_obs, final_states = rollout
     all_values = agent.get_value(agent.memory.replay(all_obs, episode_starts, first_state))  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].clone()  # not a view, because a line below writes into it
@@ -449,7 +450,7 @@ def train(args=None, resume=None):
             environments' actions, next state (N, S)"""
             obs = agent.normalize_obs(raw_obs)
             features, state = agent.memory.step(obs, state)
-            # torch.compile drops the entropy and the value. After the rollout, all values are computed at once.
+            # torch.compile removes the unused entropy and value. All values are computed at once, after the rollout.
             action, log_prob, _, _ = agent.get_action_and_value(features, action_mask=action_mask)
             return obs, action, log_prob, agent.to_env_action(action), state
 
@@ -475,7 +476,7 @@ def train(args=None, resume=None):
         log_probs = torch.zeros(T, N, device=device)
         state = torch.zeros(N, agent.memory.state_size, device=device)
         states = torch.zeros(T, *state.shape, device=device)  # after each step, not yet zeroed where an episode ended
-        # Filled step by step in numpy, which is faster. They go to the device after the rollout.
+        # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
@@ -598,8 +599,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    masks, and the numbers of an episode's last info: merging whole infos can cost more than the step."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step drops
+    infos, except masks and an episode's last numbers: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

@@ -21,11 +21,11 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-7. Atari games run in ale-py's vector, nearly as in OpenAI's baselines: no sticky actions; first FIRE and then up to
-   28 no-ops (29 in games without FIRE); frame skip 4; 4 stacked grey frames of 84 x 84; truncation after
-   108,000 frames. A lost life counts as a termination, but the game goes on, and nothing presses FIRE: the policy must.
+7. Atari games run in ale-py's vector, nearly as in OpenAI's baselines: no sticky actions; a game starts with FIRE
+   and up to 28 no-ops (29 without FIRE); frame skip 4; 4 stacked grey frames of 84 x 84; truncation after
+   108,000 frames. A lost life counts as a termination, but the game goes on. Then the policy itself must press FIRE.
    Logs count whole games. --env-kwargs '{"repeat_action_probability": 0.25}': sticky actions (Machado et al. 2018).
-8. Under torchrun, the processes (ranks) share the environments equally and average their gradients.
+8. Under torchrun, ranks share the environments equally and average their gradients. --norm-adv acts within a rank.
 The defaults are those of OpenAI's baselines, but the value loss is not clipped. --preset cleanrl clips it. Items 1,
 5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
@@ -121,9 +121,9 @@ class NatureCNN(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.channels_last = shape[0] != min(shape)  # channels are the smallest dimension
-        channels, *pixels = (shape[2], *shape[:2]) if self.channels_last else shape
-        height, width = [(x - 28) // 8 for x in pixels]  # after the three convolutions: 84 -> 7, 36 -> 1
+        self.channels_last = shape[0] != min(shape)  # (height, width, channels); the smallest dimension is channels
+        channels, height, width = (shape[2], shape[0], shape[1]) if self.channels_last else shape
+        height, width = (height - 28) // 8, (width - 28) // 8  # after the three convolutions: 84 -> 7, 36 -> 1
         layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
@@ -132,7 +132,7 @@ class NatureCNN(nn.Module):
     def forward(self, images):
         x = images.movedim(-1, -3) if self.channels_last else images
         x = x.reshape(-1, *x.shape[-3:])
-        if not x.is_cuda:  # on a CPU, convolutions take a third less time if the channels of a pixel lie side by side
+        if not x.is_cuda:  # on a CPU, convolutions take a third less time in this memory order
             x = x.contiguous(memory_format=torch.channels_last)
         return self.layers(x / 255.0).reshape(*images.shape[:-3], 512)
 
@@ -157,7 +157,7 @@ class Agent(nn.Module):
         return self.critic(self.encoder(obs)).squeeze(-1)
 
     def get_log_probs(self, features, action_mask=None):
-        """features (..., 512), action_mask (..., A) bool or None (all allowed) -> K log-probabilities (..., size)"""
+        """features (..., 512), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         logits = self.actor(features)
         if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
@@ -166,7 +166,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
-        The distribution is written out, because torch.distributions costs more time than these networks."""
+        The distribution is written out, as in ppo_discrete.py."""
         features = self.encoder(obs)
         log_probs = self.get_log_probs(features, action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
@@ -286,12 +286,12 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # two: 1.5 times as fast on idle cores, but a third of the speed if one is busy
+        torch.set_num_threads(1)  # two: 1.5 times as fast on idle cores, a third of the speed beside a busy process
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # Every rank and every resumed run gets other seeds. noise_seed is for networks, noise and permutations.
+        # Each rank and each resumed run has its own seeds. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
         raw_next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
@@ -312,7 +312,7 @@ def train(args=None, resume=None):
         @torch.no_grad()
         def act(obs, action_mask):
             """obs (N, D), mask (N, A) -> actions (N, K), log_probs (N,), the environments' actions"""
-            # torch.compile drops the entropy and the value. After the rollout, all values are computed at once.
+            # torch.compile removes the unused entropy and value. All values are computed at once, after the rollout.
             action, log_prob, _, _ = agent.get_action_and_value(obs, action_mask=action_mask)
             return action, log_prob, agent.to_env_action(action)
 
@@ -331,7 +331,7 @@ def train(args=None, resume=None):
         actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # as the policy counts, from 0
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
-        # Filled step by step in numpy, which is faster. They go to the device after the rollout.
+        # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
@@ -356,8 +356,8 @@ def train(args=None, resume=None):
                 episode_returns += reward
                 episode_lengths += 1
                 episode_over = terminated | truncated
-                if "episode_frame_number" in infos:  # Atari, where a lost life is `terminated` too
-                    episode_over &= infos["episode_frame_number"] < frame_numbers  # a new game counts its frames anew
+                if "episode_frame_number" in infos:  # Atari, where `terminated` may be a lost life
+                    episode_over &= infos["episode_frame_number"] < frame_numbers  # a new game restarts the count
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(episode_over):
                     final_info = infos.get("final_info", {})
@@ -435,7 +435,7 @@ def check(args):
 
 
 def start_device(args):
-    """-> device, rank, num_ranks. Under torchrun the processes (ranks) meet, through NCCL on GPUs and gloo on CPUs."""
+    """-> device, rank, num_ranks. Under torchrun, connect the processes (ranks): NCCL for GPUs, gloo for CPUs."""
     device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -485,8 +485,8 @@ def compiled(function, args):
 
 
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step keeps
-    masks, and the numbers of an episode's last info: merging whole infos can cost more than the step."""
+    """One environment of a vector. reset also seeds the global generators, which some environments use. step drops
+    infos, except masks and an episode's last numbers: merging whole infos can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -544,7 +544,7 @@ def make_envs(args, num_envs):
             raise UsageError(f"{args.env_id}, --env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     space = envs.single_observation_space
-    if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
+    if space.dtype != np.uint8 or len(space.shape) != 3 or sorted(space.shape)[1] < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     choices(envs.single_action_space)  # rejects others
     return envs
