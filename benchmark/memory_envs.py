@@ -1,8 +1,7 @@
 """Classic control whose velocities read 0, so that a policy needs a memory (the names are RL Baselines3 Zoo's).
 
 python ppo_rnn.py --env-id benchmark.memory_envs:CartPoleNoVel-v1 --total-timesteps 300000
-python ppo_rnn.py --env-id benchmark.memory_envs:PendulumNoVel-v1 --total-timesteps 300000 FLAGS   # docs/notes/rnn.md
-python ppo_rnn.py --env-id popgym:popgym-RepeatPreviousEasy-v0 FLAGS                               # pip install popgym
+python benchmark/run.py --suite memory    # both tasks, with their flags
 """
 
 import gymnasium as gym

@@ -151,7 +151,7 @@ def main(args):
     spawn = multiprocessing.get_context("spawn")
     failed = 0
     packages = "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"
-    about = machine() | {"versions": installed_versions(*packages)}  # now: the first row makes the commit dirty
+    about = machine() | {"versions": installed_versions(*packages)}
     with ProcessPoolExecutor(args.jobs, spawn) as pool:
         futures = {pool.submit(run, *job, about): job for job in jobs}
         for number, future in enumerate(as_completed(futures), 1):

@@ -10,9 +10,8 @@ Without --publish nothing in the repository changes.
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
 Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
 Intervals are bootstrap intervals of 95% over seeds. `--publish SUITE` takes only that suite's tasks from the folders,
-and only runs whose --exp-name is the script's (for mujoco-tuned: `tuned`). A row's flags are what differed from the
-script's defaults when it ran. After a change of defaults, delete the older rows: they would pass for runs with the new
-ones.
+and only runs whose --exp-name is the script's (for mujoco-tuned: `tuned`). A row names only the flags that differed
+from the defaults of its day. When defaults change, delete the older rows: they would count as runs with the new ones.
 """
 
 import dataclasses
@@ -224,6 +223,8 @@ def read_peers(suite):
             raise SystemExit(f"results/peers.csv has a seed twice for {name} {env_id}")
         if name in PEERS and len(rows) >= 3:  # no table has a column for TRPO with its defaults
             peers[name][env_id] = rows
+        elif name in PEERS and rows:
+            print(f"left out of {suite}: {name} {env_id} has {len(rows)} of 3 seeds", file=sys.stderr)
     return peers
 
 
@@ -269,6 +270,8 @@ def suite_table(name):
     """Markdown: a suite beside Stable-Baselines3 measured here and beside published figures."""
     published = read_published()
     suite = read_suite(name)
+    if not suite:
+        raise SystemExit(f"benchmark/results/ has no runs of {name}")
     headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
     peers = {peer: tasks for peer, tasks in read_peers(name).items() if tasks}
@@ -301,8 +304,8 @@ def suite_table(name):
 
 def breadth_table():
     """Markdown: how many tasks of each suite are at or above Stable-Baselines3 measured here, and published figures.
-    Its defaults count beside ours only. Published evaluations without exploration (marks * and †) are compared with
-    ours. Where the suite `long` has a task with the published number of steps, its runs count."""
+    SB3's defaults count only where ours are defaults too. Published evaluations without exploration (marks * and †) are
+    compared with ours. Where the suite `long` has a task with the published number of steps, its runs count."""
     highest = {env_id: row for (env_id, column), row in read_published().items() if column == "highest"}
     lines, long = [], one_setting("long")
     for name in suites.BREADTH:
@@ -468,8 +471,7 @@ def draw_suite(name):
     for row in rows:
         means = np.array(row["curve"].split(), float)
         runs.append((row, np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
-    if runs:
-        draw_curves(runs, PICTURES / f"{name}.svg")
+    draw_curves(runs, PICTURES / f"{name}.svg")
 
 
 # ----------------------------------------------------------------------------------------------------- repository

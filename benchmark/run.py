@@ -188,8 +188,8 @@ def run_job(job, gpu, children, stop):
         if known.get("global_step") != step:
             known = {}  # of an agent that has learned since
         if job.evaluate and not known:
-            words = call("--evaluate", str(run_dir), "--env-id", job.env_id)[-1].split()
-            evaluation = float(words[1].rstrip(","))  # mean 123.4, standard deviation 5.6
+            last_line = call("--evaluate", str(run_dir), "--env-id", job.env_id)[-1]
+            evaluation = float(re.search(r"mean (\S+),", last_line)[1])  # mean 123.4, standard deviation 5.6
             facts |= {"evaluation": evaluation, "global_step": step}
             record.write_text(json.dumps(facts, indent=2))
     return summarise(run_dir)

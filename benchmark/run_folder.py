@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -78,21 +79,20 @@ def installed_versions(*packages):
     return " ".join(found)
 
 
-VERSIONS = installed_versions()
-
-
 def machine():
     """What a result depends on besides its arguments."""
     commit = ""
     with contextlib.suppress(FileNotFoundError):  # a machine without git
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-        commit = git.stdout.strip()
+        git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+        commit = git(["git", "describe", "--always"]).stdout.strip()
+        if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode == 1:  # new rows of results do not count
+            commit += "-dirty"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     hardware = model[1] if model else platform.processor()
     hardware += ", " + torch.backends.cpu.get_cpu_capability()  # AVX2 and AVX512 round differently
     if torch.cuda.is_available():
         hardware += ", " + torch.cuda.get_device_name()
-    return {"commit": commit, "versions": VERSIONS, "hardware": hardware}
+    return {"commit": commit, "versions": installed_versions(), "hardware": hardware}
 
 
 PARSING = threading.Lock()  # run.py reads run folders in threads, and ast.parse in two threads fails in CPython 3.11
@@ -155,7 +155,7 @@ def curve(episodes, global_step, points=CURVE_POINTS):
 
 def falls(env_id, env_kwargs, episodes, global_step):
     """Episodes that ended before the environment's time limit, per 1,000 steps of the last fifth of a run. "" where no
-    limit is known: one that only an unimported module registers is not."""
+    limit is known. Only the limits of imported modules are known."""
     spec = gym.registry.get(env_id.rpartition(":")[2])
     limit = json.loads(env_kwargs).get("max_episode_steps", spec and spec.max_episode_steps)
     if not limit or limit < 0:  # -1: none

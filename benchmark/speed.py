@@ -12,8 +12,8 @@
 SBX and rejax take part where they are installed. rejax needs no gymnasium: its CartPole is gymnax's, compiled with the
 algorithm into one program. python -m pip install sbx-rl rejax "gymnax<0.1"
 
-CleanRL and LeanRL want older packages, so PATH/.venv has to be a virtual environment for them (LeanRL, 760837e, fails
-with a newer tensordict). LeanRL's Atari needs none, see leanrl_atari.py. LeanRL is compiled; Atari uses CUDA graphs:
+CleanRL and LeanRL (760837e) need older packages: PATH/.venv is a virtual environment with them. LeanRL's Atari needs
+none, see leanrl_atari.py. LeanRL runs compiled, and its Atari with CUDA graphs:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"

@@ -9,8 +9,8 @@ POPGYM = """RepeatPreviousEasy AutoencodeEasy PositionOnlyCartPoleEasy NoisyPosi
 PENDULUM_NO_VEL = "--num-envs 16 --learning-rate 5e-4 --gamma 0.95 --num-minibatches 8 --update-epochs 10 --ent-coef 0"
 PENDULUM_NO_VEL += " --target-kl 0.02"
 SWIMMER = "--gamma 0.9999 --gae-lambda 0.98 --num-envs 10 --num-steps 200"
-RARE = "--no-norm-adv --ent-coef 0"  # where rewards are rare, normalized noise moves the policy away from them
-SUITES = {  # script, task, flags
+RARE = "--no-norm-adv --ent-coef 0"  # where rewards are rare, normalized advantages are mostly noise
+SUITES = {
     "classic": [
         ("ppo_discrete", "CartPole-v1", "--total-timesteps 200000"),
         ("ppo_discrete", "Acrobot-v1", ""),

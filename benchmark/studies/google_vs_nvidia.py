@@ -12,10 +12,10 @@ The original size has not been run.
 
 The design is that of the published comparison, which found no difference: twenty seeds, eleven evaluations. This one
 adds intervals and tests. NVIDIA's update stands in it twice: as the text describes it (nvidia), and as the text prints
-it (google+stored: Brax's advantages, of stored values). Finished runs are skipped: stop it and start it again as you
-like. An evaluation is the mean return of the first episode of each evaluation environment, with sampled actions. The
-original divides all rewards of 1,000 steps by the number of episodes that ended in them; its figures are in
-tests/golden.json, seed001_results.
+it (google+stored: Brax's advantages, of stored values). A run that has a row in the CSV is skipped, so the
+study can be stopped and started again. An evaluation is the mean return of the first episode of each evaluation
+environment, with sampled actions. The original divides all rewards of 1,000 steps by the number of episodes that ended
+in them; its figures are in tests/golden.json, seed001_results.
 """
 
 import copy
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "variants"))
 import numpy as np
 import ppo_gpu_sim as ppo
 import tyro
-from report import mean_interval
+from report import mean_interval, table
 from run_folder import ROOT, installed_versions, machine, read_csv, write_rows
 from scipy.stats import mannwhitneyu, ttest_ind
 
@@ -58,8 +58,8 @@ class Args:
     report: bool = False  # train nothing
 
 
-def train_all(args, settings):
-    """Train what is missing; a row for every run."""
+def train_all(args, settings, path):
+    """Train what has no row in the CSV yet, and add it."""
     envs, make_envs, agent_class, run_class = {}, ppo.make_envs, ppo.Agent, ppo.Run
 
     def make_once(args, num_envs, device):  # JAX compiles the simulator once, not for every run
@@ -96,39 +96,34 @@ def train_all(args, settings):
             super().__init__(*arguments)
             evaluate(self, runs[-1].dir / "evaluations.csv", 0)
 
-    ppo.make_envs, ppo.Run, ppo.Agent, rows, runs = make_once, Run, Agent, [], []
+    ppo.make_envs, ppo.Run, ppo.Agent, runs = make_once, Run, Agent, []
+    about = {"versions": installed_versions("torch", "jax", "brax"), "hardware": machine()["hardware"]}
+    given = {"env_id": "brax/ant", "device": args.device, "eval_deterministic": False, "runs_dir": args.runs_dir}
     for seed in range(1, args.seeds + 1):
         for update in args.updates:
-            given = {
-                "exp_name": f"{update}-{settings['total_timesteps']}",  # runs of another size are not these
-                "seed": seed,
-                "env_id": "brax/ant",
-                "device": args.device,
-            }
-            given |= {"eval_deterministic": False, "runs_dir": args.runs_dir}
-            name = given["exp_name"].replace("+", "-")
-            folders = Path(args.runs_dir).glob(f"brax-ant__{name}__{seed}__*/evaluations.csv")
-            finished = [path.parent for path in folders if len(read_csv(path)) == 11]
-            run_dir = finished[0] if finished else ppo.train(ppo.Args(**(UPDATES[update] | settings | given)))[1]
-            evaluations = read_csv(run_dir / "evaluations.csv")
-            row = {"update": update, "seed": seed, "steps": " ".join(each["global_step"] for each in evaluations)}
-            rows.append(row | {"mean_returns": " ".join(each["mean_return"] for each in evaluations)})
-    return rows
+            rows = read_csv(path)
+            if (update, str(seed)) in {(row["update"], row["seed"]) for row in rows}:
+                continue
+            settings_of_run = UPDATES[update] | settings | given | {"exp_name": update, "seed": seed}
+            evaluations = read_csv(ppo.train(ppo.Args(**settings_of_run))[1] / "evaluations.csv")
+            steps, returns = ([row[name] for row in evaluations] for name in ("global_step", "mean_return"))
+            row = {"update": update, "seed": seed, "steps": " ".join(steps), "mean_returns": " ".join(returns)}
+            write_rows(path, FIELDS, [*rows, row | about])
 
 
-def table(rows):
+def table_of_evaluations(rows):
     """Markdown: an evaluation a line, mean and 95% interval of each update, tests of what differs from Google's; the
     original."""
     original = json.loads((ROOT / "tests" / "golden.json").read_text())["cases"]
     original = next(case["inputs"] for case in original if case["id"] == "seed001_results")
-    lines = ["| evaluation | step | Google | NVIDIA | Welch p | Mann-Whitney p | NVIDIA as printed | Welch p | "]
-    lines[0] += "Mann-Whitney p | original: Google | NVIDIA | Welch p |"
-    lines += ["|" + "---|" * 12]
+    columns = ["evaluation", "step", "Google", "NVIDIA", "Welch p", "Mann-Whitney p", "NVIDIA as printed", "Welch p"]
+    columns += ["Mann-Whitney p", "original: Google", "NVIDIA", "Welch p"]
+    lines = []
     for i in range(11):
         here = {update: scores_of(rows, update, i) for update in Args.updates}
         there = {update: np.array(original[update])[:, i] for update in ("google", "nvidia")}
         step = int(rows[0]["steps"].split()[i])
-        cells = [str(i), f"{step:,}"]
+        cells = [i, f"{step:,}"]
         for update in here:
             low, high = mean_interval(here[update])
             cells.append(f"{here[update].mean():,.0f} ({low:,.0f} to {high:,.0f})")
@@ -137,21 +132,21 @@ def table(rows):
                 cells.append(f"{mannwhitneyu(here['google'], here[update]).pvalue:.2g}")
         cells += [f"{there[update].mean():,.0f} ± {there[update].std(ddof=1):,.0f}" for update in there]
         cells.append(f"{ttest_ind(*there.values(), equal_var=False).pvalue:.2g}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return "\n".join(table(columns, lines))
 
 
 def table_of_differences(rows):
     """Markdown: a kind of update a line, mean and 95% interval at four evaluations."""
-    lines = ["| update | seeds | evaluation 1 | 3 | 6 | 10 |", "|---|---|---|---|---|---|"]
+    lines = []
     for update in dict.fromkeys(row["update"] for row in rows):
-        cells = [update, str(len(scores_of(rows, update, 0)))]
+        cells = [update, len(scores_of(rows, update, 0))]
         for i in (1, 3, 6, 10):
             scores = scores_of(rows, update, i)
             low, high = mean_interval(scores)
             cells.append(f"{scores.mean():,.0f} ({low:,.0f} to {high:,.0f})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return "\n".join(table(["update", "seeds", "evaluation 1", "3", "6", "10"], lines))
 
 
 def scores_of(rows, update, evaluation):
@@ -181,15 +176,10 @@ def main():
     size = "small" if args.small else "full"
     path = Path(__file__).with_name(f"google_vs_nvidia_{size}.csv")
     if not args.report:
-        about = {"versions": installed_versions("torch", "jax", "brax"), "hardware": machine()["hardware"]}
-        rows = [about | row for row in train_all(args, SMALL if args.small else FULL)]
-        done = {(row["update"], str(row["seed"])) for row in rows}
-        # What this call was not about stays.
-        kept = [row for row in read_csv(path) if (row["update"], row["seed"]) not in done]
-        write_rows(path, FIELDS, kept + rows)
+        train_all(args, SMALL if args.small else FULL, path)
     rows = read_csv(path)
     if set(Args.updates) <= {row["update"] for row in rows}:
-        print(table(rows), end="\n\n")
+        print(table_of_evaluations(rows), end="\n\n")
     print(table_of_differences(rows))
     picture = Path(args.runs_dir) / f"{path.stem}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)

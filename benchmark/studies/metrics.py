@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 PARTS = {"first tenth": (0, 0.1), "middle": (0.1, 0.9), "last tenth": (0.9, 1)}
 QUANTILES = {"lowest": 0, "q05": 0.05, "median": 0.5, "q95": 0.95, "highest": 1}
-FIELDS = ["script", "env_id", "seed", "steps", "settings", "key", "part", "values", *QUANTILES, "versions"]
+FIELDS = ["script", "env_id", "seed", "steps", "settings", "key", "part", "values", *QUANTILES]
 
 
 def rows_of(run_dir):
@@ -31,7 +31,7 @@ def rows_of(run_dir):
     summary = summarise(run_dir)
     if summary is None:
         raise SystemExit(f"metrics.py: error: {run_dir} is not the folder of a finished run")
-    about = {name: summary[name] for name in ("script", "env_id", "seed", "versions")}
+    about = {name: summary[name] for name in ("script", "env_id", "seed")}
     about |= {"steps": summary["global_step"], "settings": summary["flags"] or "defaults"}
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     for key in sorted(events.Tags()["scalars"]):
@@ -47,7 +47,7 @@ def rows_of(run_dir):
 def main():
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
-    rows = [row for path in sys.argv[1:] if (Path(path) / "args.json").is_file() for row in rows_of(Path(path))]
+    rows = [row for path in sys.argv[1:] for row in rows_of(Path(path))]
     path = Path(__file__).with_suffix(".csv")
     write_rows(path, FIELDS, rows)
     print(f"{len(rows)} rows -> {path}")

@@ -69,7 +69,7 @@ def draw():
                 axis.plot(*zip(*points), color=f"C{color}", linewidth=1.2, label=label)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("answers")
-        axis.set_xticks(range(0, 16_001, 4000))
+        axis.set_xticks(range(0, 20_001, 5000))
         axis.grid(alpha=0.3)
     axes[2].set_yscale("log")
     axes[2].set_ylabel("nats per answer")

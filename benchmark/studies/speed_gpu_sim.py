@@ -1,7 +1,7 @@
 """Question: how many steps per second does variants/ppo_gpu_sim.py make beside rsl_rl, without a simulator?
 
     python benchmark/studies/speed_gpu_sim.py      # needs rsl_rl: pip install rsl-rl-lib
-    python benchmark/studies/speed_gpu_sim.py --num-envs 256 --iterations 5     # a small size, for a CPU
+    OMP_NUM_THREADS=1 python benchmark/studies/speed_gpu_sim.py --num-envs 256 --iterations 5    # for a CPU thread
 
 Answer (speed_gpu_sim.csv, the last command, three repeats): 12,680 on one CPU thread, 1.31 times rsl_rl's
 9,650. The first command needs a GPU and has not been run.
