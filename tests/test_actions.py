@@ -1,13 +1,10 @@
 """Actions of every type and shape: what the policy stores, and what reaches the environment."""
 
-import importlib
-import sys
-
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOX, DISCRETE, ROOT
+from conftest import BOX, DISCRETE
 
 
 @BOX
@@ -69,13 +66,6 @@ def bounded_agent(script, space):
     bounds = {"action_low": space.low, "action_high": space.high}
     actions = [bounds] if script.__name__ == "ppo_rnn" else bounds.values()
     return script.Agent((1,), *actions, script.Args())
-
-
-def test_gpu_sim_with_bounds_above_0_and_minibatches_of_one_step(tmp_path):
-    sys.path.insert(0, str(ROOT / "variants"))
-    sim = importlib.import_module("ppo_gpu_sim")
-    small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 32, "hidden_sizes": (8, 8), "compile": False}
-    sim.train(sim.Args(env_id="box/Half-v0", runs_dir=str(tmp_path), total_timesteps=64, norm_adv="minibatch", **small))
 
 
 @DISCRETE

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from filelock import FileLock
 
 sys.path.insert(0, str(ROOT / "variants"))
 import ppo_atari as script
@@ -157,8 +158,10 @@ def test_a_game_of_the_command_line(tmp_path, monkeypatch, capsys):
 
     game = ["--env-id", "ALE/Breakout-v5", "--num-envs", "2", "--num-steps", "8"]
     main(*game, "--preset", "cleanrl", "--total-timesteps", "16")
-    main("--resume", "latest", "--total-timesteps", "32")
     (run_dir,) = tmp_path.iterdir()
+    with FileLock(run_dir / "lock"), pytest.raises(script.UsageError, match="another process is training"):
+        main("--resume", "latest", "--total-timesteps", "32")
+    main("--resume", "latest", "--total-timesteps", "32")
     saved = script.load_checkpoint(run_dir)
     assert saved["global_step"] == 32 and saved["args"]["clip_vloss"] and not saved["args"]["eval_deterministic"]
     printed = main("--evaluate", str(run_dir), "--eval-episodes", "1", "--capture-video")
@@ -236,7 +239,8 @@ def test_channel_order_does_not_matter():
 class Sides(gym.Env):
     """A picture that is bright on the side that has to be chosen, in an array that is used again for the next one."""
 
-    def __init__(self, shape=(40, 48, 3)):
+    def __init__(self, shape=(40, 48, 3), prize=3.0):
+        self.prize = prize
         self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.action_space = gym.spaces.Discrete(2, start=5)
         self.image = np.zeros(shape, np.uint8)[::-1]  # as MuJoCo renders: torch.from_numpy refuses such a view
@@ -251,11 +255,17 @@ class Sides(gym.Env):
 
     def step(self, action):
         self.image[:] = 7
-        return self.image, 3.0 * (action - 5 == self.side), False, True, {}
+        return self.image, self.prize * (action - 5 == self.side), False, True, {}
 
 
 gym.register("images/Last-v0", Sides, disable_env_checker=True)
 gym.register("images/First-v0", Sides, kwargs={"shape": (3, 40, 48)}, disable_env_checker=True)
+
+
+def test_nan(tmp_path):
+    with pytest.raises(script.UsageError, match="NaN or infinity in the rewards"):
+        train(tmp_path, env_id="images/Last-v0", env_kwargs='{"prize": NaN}')
+    assert not list(tmp_path.glob("*/checkpoint.pt"))
 
 
 def test_images(tmp_path, watch):

@@ -15,54 +15,45 @@ from recipes import TEN, copy_scripts, with_recipes
 spec = importlib.util.spec_from_file_location("refresh", ROOT / "recipes" / "refresh.py")
 spec.loader.exec_module(refresh := importlib.util.module_from_spec(spec))
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
-# name: environment and arguments of the ten iterations
-CONTINUOUS = {
+
+
+def scripts_of(name):
+    """Those that a recipe changes."""
+    text = (ROOT / "recipes" / f"{name}.diff").read_text()
+    return re.findall(r"^diff --git a/(?:variants/)?(ppo_\w+)\.py ", text, re.M)
+
+
+PATCHED = [(script, name) for name in RECIPES for script in scripts_of(name) if script in SCRIPTS]  # others: variants
+# name: environment and arguments of the ten iterations, if they are not REAL_ENV's
+SETTINGS = {
     "squashed_gaussian": ("box/Target-v0", {}),
-    "state_dependent_std": ("InvertedPendulum-v4", {}),
     "gsde": ("InvertedPendulum-v4", {"sde_sample_freq": 4}),
     "beta_policy": ("box/Target-v0", {}),
     "privileged_critic": ("recipes/TwoViews-v0", {}),
     "image_box": ("recipes/Picture-v0", {"num_steps": 4}),
     "dict_observations_box": ("box/TwoSenses-v0", {"num_steps": 4}),
     "layer_norm": ("InvertedPendulum-v4", {"hidden_sizes": (32, 32)}),
-    "popart": ("InvertedPendulum-v4", {}),
     "symmetry_loss": ("Walker2d-v5", {}),
     "evaluate_while_training": ("box/Target-v0", {"eval_interval": 4, "eval_episodes": 2}),
     "init_from": ("box/Target-v0", {}),
     "sb3_clip_ranges": ("InvertedPendulum-v4", {"clip_range_vf": 0.2, "anneal_clip": True}),
     "torchrun": ("box/Target-v0", {}),
     "exact_resume": ("Wanderer-v0", {}),
-    "unguarded_update": ("InvertedPendulum-v4", {}),
-    "growing_discount": ("InvertedPendulum-v4", {}),
-    "kl_penalty": ("InvertedPendulum-v4", {}),
-    "reuse": ("InvertedPendulum-v4", {}),
-}
-DISCRETE = {
     "dict_observations": ("discrete/TwoSenses-v0", {"num_steps": 4}),
     "rnd": ("discrete/Target-v0", {}),
     "self_play": ("Counted-v0", {"opponent_interval": 4}),
     "shared_parameters": ("recipes:parallel_env", {"num_envs": 6}),
+    "images_with_memory": ("recipes/Flash-v0", {"num_steps": 4}),
 }
-RNN = {"images_with_memory": ("recipes/Flash-v0", {"num_steps": 4})}
-ALL_SCRIPTS = ["dual_clip", "time_limits_as_ends"]
-PATCHED = [("ppo_continuous", name) for name in CONTINUOUS] + [("ppo_discrete", name) for name in DISCRETE]
-PATCHED += [("ppo_rnn", "images_with_memory")]
-PATCHED += [(script, name) for name in ALL_SCRIPTS for script in SCRIPTS]
-OF_VARIANTS = ["bfloat16", "keep_checkpoints", "lm_human_preferences", "lora"]  # other tests train these
-assert {*OF_VARIANTS, *(name for _, name in PATCHED)} == {*RECIPES}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_applies(name, tmp_path):
-    """By `git apply` and by `patch`; the result is as tidy as the scripts. Its head says what, why, for which script,
-    and what it changed."""
+    """By `git apply` and by `patch`; the result is as tidy as the scripts. Its head names those that it changes."""
     path = ROOT / "recipes" / f"{name}.diff"
-    head, diff = re.split(r"(?=^diff --git )", path.read_text(), maxsplit=1, flags=re.M)
-    assert head.startswith(f"{name}: ")
-    assert "\nWhy: " in head and "Run: " in head
-    named = re.search(r"^Scripts?: .*", head, re.M)[0].split("Source: ")[0]
+    named = re.search(r"^Scripts?: .*", path.read_text(), re.M)[0].split("Source: ")[0]
     named = SCRIPTS if "all three" in named else re.findall(r"ppo_\w+", named)
-    assert re.findall(r"^diff --git a/(?:variants/)?(ppo_\w+)\.py ", diff, re.M) == sorted(named)
+    assert scripts_of(name) == sorted(named)
     for folder, command in (("git", ["git", "apply", path]), ("patch", ["patch", "-p1", "-s", "-i", path])):
         copy_scripts(tmp_path / folder)
         shutil.copy(ROOT / "pyproject.toml", tmp_path / folder)
@@ -81,7 +72,7 @@ def test_trains_resumes_and_loads(tmp_path, script, name):
     """Ten iterations and two more after a resumption. The ratio of every first minibatch is 1: none is clipped, though
     clipping begins 1e-4 from it. The saved agent acts."""
     module = with_recipes(script, name)
-    env_id, changes = (CONTINUOUS | DISCRETE | RNN).get(name, (REAL_ENV[script], {"clip_vloss": True}))
+    env_id, changes = SETTINGS.get(name, (REAL_ENV[script], {}))
     args = module.Args(env_id=env_id, runs_dir=str(tmp_path), **(SMALL | changes))
     steps = 10 * args.num_envs * args.num_steps
     first = {"clip_coef": 1e-4, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": steps}

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import flags_of
+from filelock import FileLock
 from rlhf import ppo_rlhf, rows, save, transformers
 
 pytest_plugins = "rlhf_fixtures"
@@ -106,6 +107,9 @@ def test_a_resumed_run_keeps_what_it_began_with(rlhf_args, main):
     _, run_dir = ppo_rlhf.train(rlhf_args(total_episodes=8))
     refused = main(ppo_rlhf, "--resume", run_dir, "--batch-size=4")
     assert refused.returncode == 2 and f"{run_dir} began with --batch-size 8" in refused.stderr
+    with FileLock(run_dir / "lock"):
+        refused = main(ppo_rlhf, "--resume", run_dir, "--total-episodes=16")
+    assert refused.returncode == 2 and f"another process is training in {run_dir}" in refused.stderr
 
 
 def tokens(args, *models):

@@ -5,7 +5,9 @@ import json
 import struct
 import time
 
+import gpu_sim
 import pytest
+import test_atari
 from conftest import ONE, SMALL, probe, scalars, start
 from wandb.proto import wandb_internal_pb2
 
@@ -73,6 +75,18 @@ def test_wandb(script, small_args, main, offline_wandb):
         assert [row["global_step"] for row in history] == [row["_step"] for row in history] == steps
         for name, points in logged.items():
             assert [row[name] for row in history] == pytest.approx([value for _, value in points], nan_ok=True), name
+
+
+def test_variants(tmp_path, offline_wandb):
+    """They send what TensorBoard has, under the folder's name."""
+    _, images = test_atari.train(tmp_path, env_id="images/Last-v0", total_timesteps=128, track=True)
+    _, robots = gpu_sim.script.train(gpu_sim.make_args(tmp_path, total_timesteps=320, track=True))
+    for run_dir, steps in ((images, [64, 128]), (robots, [160, 320])):
+        history, settings = wait_for_records(run_dir, len(steps))
+        assert settings["name"] == run_dir.name and [row["global_step"] for row in history] == steps
+        for name, points in scalars(run_dir).items():
+            found = {row["global_step"]: row[name] for row in history if name in row}
+            assert found == pytest.approx(dict(points), nan_ok=True), name
 
 
 @ONE
