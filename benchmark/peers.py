@@ -60,6 +60,11 @@ class Args:  # the comments are what --help prints
     out: Path = ROOT / "benchmark" / "results" / "peers.csv"  # where the rows go
 
 
+def without_wrapper(env_id):
+    """MiniGrid's own id of a task in minigrid_envs.py; others as they are."""
+    return env_id.removeprefix("Image/").removeprefix("OneHot/")
+
+
 def hyperparameters(algorithm, settings, env_id):
     """RL Zoo's settings of a task, or the library's defaults. None where RL Zoo has no such task."""
     chosen = {"policy": "MlpPolicy"}
@@ -80,7 +85,7 @@ def run(algorithm, settings, task, seed, budget, about):
     if module:  # its import registers the task
         importlib.import_module(module)
     if settings == "zoo":  # RL Zoo wraps MiniGrid itself
-        env_id = env_id.removeprefix("Image/")
+        env_id = without_wrapper(env_id)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         settings_file = Path(folder, "settings.yml")
         chosen = hyperparameters(algorithm, settings, env_id) | {"n_timesteps": budget}
@@ -141,7 +146,7 @@ def main(args):
             for algorithm in args.algorithms:
                 for settings in args.settings:
                     name = f"sb3-{algorithm}-{settings}"
-                    if not hyperparameters(algorithm, settings, task.split(":")[-1].removeprefix("Image/")):
+                    if not hyperparameters(algorithm, settings, without_wrapper(task.split(":")[-1])):
                         print(f"{name} {task}: RL Zoo has no settings")
                     elif (name, task, seed) not in done:
                         jobs.append((algorithm, settings, task, seed, budget))
