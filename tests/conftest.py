@@ -253,6 +253,17 @@ def assert_one_line(finished, message, code=2):
     assert "Traceback" not in finished.stderr
 
 
+@pytest.fixture
+def two_threads():
+    """torch has two threads, before a test and after it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert left == 2
+
+
 class Policy:
     """Stands in for an agent: gives ppo_loss the log-probabilities, entropy and values of a golden case."""
 

@@ -41,16 +41,12 @@ SHARED = {"env_id": "images/Numbered-v0", "num_envs": 8, "total_timesteps": 512,
 ONE_STEP = {"total_timesteps": 128, "num_minibatches": 1, "update_epochs": 1, "max_grad_norm": 0.0}
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_trains_on_one_thread(tmp_path):
     """And puts the number back."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        MEMBERS.clear()
-        train(tmp_path, env_id="images/Numbered-v0")
-        assert torch.get_num_threads() == 2 and {x.threads for x in MEMBERS} == {1}
-    finally:
-        torch.set_num_threads(threads)
+    MEMBERS.clear()
+    train(tmp_path, env_id="images/Numbered-v0")
+    assert {x.threads for x in MEMBERS} == {1}
 
 
 def worker(out):

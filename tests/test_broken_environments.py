@@ -9,18 +9,14 @@ FAULTY |= {"compile": False, "checkpoint_interval": 0}
 LAST = 600 // 32 * 32  # the last checkpoint: these environments break in step 600
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_environment_that_breaks(script, tmp_path, main):
     """The environment's own error reaches the user, with its traceback; threads are what they were. The checkpoint is
     whole: it trains on where the environment works."""
     flags = flags_of(env_id=f"probes:{probe(script, 'Raise')}", runs_dir=tmp_path, **FAULTY)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(RuntimeError, match="the simulator is lost") as raised:
-            main(script, *flags)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    with pytest.raises(RuntimeError, match="the simulator is lost") as raised:
+        main(script, *flags)
+    assert torch.get_num_threads() == 2
     assert raised.traceback[-1].path.name == "probes.py"
     (run_dir,) = tmp_path.iterdir()
     assert script.load_checkpoint(run_dir)["global_step"] == LAST
@@ -32,15 +28,10 @@ def test_environment_that_breaks(script, tmp_path, main):
 
 
 @ONE
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("flags, error", [({"env_kwargs": "{"}, "Expecting"), ({"env_kwargs": '{"no": 1}'}, "no")])
 def test_environment_that_cannot_be_made(script, tmp_path, main, flags, error):
     """The threads are what they were, and no run folder is made."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(Exception, match=error):
-            main(script, *flags_of(env_id=probe(script), runs_dir=tmp_path, **FAULTY | flags))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    with pytest.raises(Exception, match=error):
+        main(script, *flags_of(env_id=probe(script), runs_dir=tmp_path, **FAULTY | flags))
     assert not list(tmp_path.iterdir())

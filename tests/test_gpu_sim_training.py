@@ -7,59 +7,28 @@ import numpy as np
 import pytest
 import torch
 import torch_envs
-from conftest import loss_and_metrics, scalars
+from conftest import scalars
 from gpu_sim import UPDATES, agent_for, env_id_of, make_agent, make_args, script, train_from
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ppo_continuous
 from recipes import quick_compile
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_first_ratio_is_one(tmp_path, update, watch):
-    """The policy of the first minibatch is the one that acted. Without --num-minibatches > 1 it is the only one."""
+    """The policy of the first epoch is the one that acted. That of the second one is not."""
     minibatches = watch(script, "ppo_loss")
-    script.train(make_args(tmp_path, update, update_epochs=1, num_minibatches=1))
-    assert len(minibatches) == 5
-    for _, (_, metrics) in minibatches:
-        assert all(abs(metrics[name]) < 1e-7 for name in ("kl", "approx_kl", "clipfrac"))
+    script.train(make_args(tmp_path, update, update_epochs=2, num_minibatches=1, clip_coef=1e-4, learning_rate=3e-3))
+    assert len(minibatches) == 10
 
+    def of_epoch(epoch, name):
+        return [metrics[name].item() for _, (_, metrics) in minibatches[epoch::2]]
 
-def test_settings_of_the_loss():
-    """The value loss is clipped as in ppo_continuous.py, or with --no-clip-vloss not at all. Advantages are taken as
-    they are, or normalised over the minibatch, or computed again with the current critic."""
-    agent, sizes = make_agent(), {"obs": 3, "critic_obs": 3, "actions": 2, "means": 2}
-    minibatch = {name: torch.randn(5, 12, size) for name, size in sizes.items()} | {"stds": torch.ones(5, 12, 2)}
-    old_values, advantages, returns, rewards, log_ratio = torch.randn(5, 5, 12)
-    policy = agent.get_mean_and_std(minibatch["obs"])
-    log_probs = agent.get_log_prob_and_entropy(*policy, minibatch["actions"])[0].detach() - log_ratio
-    minibatch |= {"values": old_values, "advantages": advantages, "returns": returns, "log_probs": log_probs}
-    ends = torch.rand(5, 12)
-    minibatch |= {"rewards": rewards, "terminations": ends < 0.1, "truncations": ends > 0.9}
-    minibatch["last_critic_obs"] = torch.randn(1, 12, 3)
-    values, last_values = (agent.get_value(minibatch[name]).detach() for name in ("critic_obs", "last_critic_obs"))
-    google = {"recompute_targets": True, "timeouts": "masked", "advantages": "brax"}
-    steps = rewards, values, last_values[0], values, minibatch["terminations"], minibatch["truncations"]
-    again, new_returns = script.estimate_targets(script.Args(**google), *steps)
-    seen = set()
-    for flags, expected in (
-        ({"clip_coef": 0.3}, (advantages, returns)),
-        ({"clip_vloss": False, "norm_adv": "none"}, (advantages, returns)),
-        ({"norm_adv": "minibatch"}, (script.normalize_advantages(advantages), returns)),
-        (google, (again, new_returns)),
-        (google | {"norm_adv": "minibatch"}, (script.normalize_advantages(again), new_returns)),
-    ):
-        args = script.Args(**flags)
-        _, metrics = script.ppo_loss(agent, args, minibatch)
-        inputs = {"old_logprob": -log_ratio, "new_logprob": torch.zeros_like(log_ratio)}
-        inputs |= {"old_values": old_values, "new_values": values, "advantages": expected[0], "returns": expected[1]}
-        settings = {"clip_coef": args.clip_coef, "clip_vloss": args.clip_vloss, "norm_adv": False}
-        _, sibling = loss_and_metrics(ppo_continuous, inputs, **settings)
-        for name in ("policy_loss", "value_loss", "approx_kl", "clipfrac"):
-            torch.testing.assert_close(metrics[name], sibling[name])
-        seen.add((metrics["policy_loss"].item(), metrics["value_loss"].item()))
-    assert len(seen) == 5
+    for name in ("kl", "approx_kl", "clipfrac"):
+        assert max(map(abs, of_epoch(0, name))) < 1e-7
+    assert min(of_epoch(1, "clipfrac")) > 0.5
+    assert np.mean(of_epoch(1, "approx_kl")) == pytest.approx(np.mean(of_epoch(1, "kl")), rel=0.5)  # both are estimates
 
 
 @pytest.mark.parametrize("unroll_length, norm_adv", [(None, "rollout"), (5, "none")])
@@ -223,15 +192,14 @@ def test_no_step_waits_for_the_device(tmp_path, update):
     assert [i for i, waits in enumerate(waiting) if waits] == [9, 19, 29, 39]  # the last of each rollout
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_matrices_are_aligned(tmp_path, update):
+def test_matrices_are_aligned(tmp_path):
     """Each begins at a multiple of 16 bytes of one vector, whatever the numbers of actions and observations: else the
     GPU's fast kernels cannot be used."""
     zeros = {name: torch.zeros(9, 4).tolist() for name in ("rewards", "dones", "time_outs")}
     envs = torch_envs.Replay({"obs": torch.zeros(9, 4, 5).tolist()} | zeros)
     envs.single_action_space = gym.spaces.Box(-1.0, 1.0, (3,))
-    settings = {"num_envs": 4, "num_steps": 5, "num_minibatches": 2, "unroll_length": None, "recompute_targets": False}
-    settings |= {"hidden_sizes": (12, 8), "critic_hidden_sizes": (20,), "total_timesteps": 20, "norm_adv": "minibatch"}
-    agent, _ = script.train(make_args(tmp_path, update, env_id=env_id_of(lambda *_: envs), **settings))
+    settings = {"num_envs": 4, "num_steps": 5, "num_minibatches": 2, "total_timesteps": 20}
+    settings |= {"hidden_sizes": (12, 8), "critic_hidden_sizes": (20,)}
+    agent, _ = script.train(make_args(tmp_path, env_id=env_id_of(lambda *_: envs), **settings))
     for name, parameter in agent.named_parameters():
         assert parameter.dim() < 2 or parameter.storage_offset() % 4 == 0, name

@@ -81,6 +81,7 @@ def test_tanh_policy_far_out(far):
 
 
 SETTINGS = {"rsl_rl": {"clip_vloss": True, "vf_coef": 2.0, "clip_coef": 0.2}}
+SETTINGS["cleanrl"] = {"clip_vloss": True, "vf_coef": 0.5, "clip_coef": 0.2, "norm_adv": "minibatch"}
 SETTINGS["brax_torch"] = {name: script.GOOGLE[name] for name in ("clip_vloss", "vf_coef", "clip_coef")}
 
 

@@ -97,18 +97,20 @@ def test_statistics_and_what_they_normalise(script, small_args, watch):
     agent, run_dir = script.train(small_args(env_id=probe(script, "AlignedChain"), total_timesteps=48 * 5, **ALIGNED))
     assert len(rollouts) == 5
     raw, _ = aligned_rows(6)
+    oracle = script.load_agent(run_dir)  # test_golden.py checks its normalize_obs
     for i, ((_, obs, *rest), _) in enumerate(rollouts):
         last_obs, final_obs = rest[:2]
         if script.__name__ == "ppo_rnn":  # one tensor holds obs and last_obs
             (*obs, last_obs), _, _, final_obs, _ = obs
             obs = torch.stack(obs)
         rms = statistics_of_sb3(raw[: 12 * i])
-        expected = lambda x, rms=rms: np.clip((x - rms.mean) / np.sqrt(rms.var + 1e-8), -10, 10)  # noqa: E731
-        assert len(np.unique(obs.reshape(48, 16), axis=0)) == 8
-        np.testing.assert_allclose(obs, expected(raw[12 * i : 12 * i + 12]), atol=1e-5)
-        np.testing.assert_allclose(last_obs, expected(raw[12 * i + 12]), atol=1e-5)
+        oracle.obs_rms.mean.copy_(torch.from_numpy(rms.mean))
+        oracle.obs_rms.var.copy_(torch.from_numpy(rms.var))
         num_ends = (12 * i + 12) // 8 - 12 * i // 8
-        np.testing.assert_allclose(final_obs, expected(np.eye(16)[[8] * 4 * num_ends]), atol=1e-5)
+        assert len(np.unique(obs.reshape(48, 16), axis=0)) == 8
+        raw_rows = raw[12 * i : 12 * i + 12], raw[12 * i + 12], np.eye(16)[[8] * 4 * num_ends]
+        for normalized, raw_obs in zip((obs, last_obs, final_obs), raw_rows):
+            np.testing.assert_allclose(normalized, oracle.normalize_obs(torch.from_numpy(raw_obs)), atol=1e-5)
     for name, rows in zip(("obs_rms", "return_rms"), aligned_rows(5)):
         theirs = statistics_of_sb3(rows)
         for ours in (getattr(agent, name), getattr(script.load_agent(run_dir), name)):

@@ -12,9 +12,6 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = "ppo_continuous", "ppo_discrete", "ppo_rnn"
 # What is about actions, observations or memory. All else that has one name has one text.
 OWN = {"Args", "Agent", "VectorMember", "make_envs", "check", "load_agent", "evaluate", "ppo_loss", "train"}
-# This variant has services of its own.
-RLHF_SHARES = {"explained_variance", "find_run"}
-VARIANTS = ("variants/ppo_rlhf",)
 
 
 def definitions(path):
@@ -31,7 +28,9 @@ def definitions(path):
 
 ATARI = "variants/ppo_atari"
 SIM = "variants/ppo_gpu_sim"
+RLHF = "variants/ppo_rlhf"
 PAIRS = [*itertools.combinations(SCRIPTS, 2), ("ppo_discrete", ATARI), ("ppo_continuous", SIM), (ATARI, SIM)]
+PAIRS += [("ppo_continuous", RLHF)]
 # What is about images, simulators of tensors and several processes.
 OWN_OF = {("ppo_discrete", ATARI): OWN | {"compiled", "make_env", "Run", "main"}}
 # ppo_continuous.py silences what its MuJoCo tasks print.
@@ -40,19 +39,20 @@ for one in SCRIPTS[:2]:  # ppo_rnn.py replays its memory
     OWN_OF[one, "ppo_rnn"] = OWN_OF.get((one, "ppo_rnn"), OWN) | {"estimate_advantages"}
 OWN_OF["ppo_continuous", SIM] = OWN_OF["ppo_discrete", ATARI] | {"RunningMeanStd", "mlp"}
 OWN_OF[ATARI, SIM] = OWN | {"Run", "main", "start_device", "average_over_ranks"}
+OWN_OF["ppo_continuous", RLHF] = OWN | {"Run", "main", "parse_args", "load_checkpoint"}
 
 
 def shared(one, other):
     """Names that both have, whose text is to be the same."""
     names = definitions(ROOT / f"{one}.py").keys() & definitions(ROOT / f"{other}.py").keys()
-    return names & RLHF_SHARES if other in VARIANTS else names - OWN_OF.get((one, other), OWN)
+    return names - OWN_OF.get((one, other), OWN)
 
 
-@pytest.mark.parametrize("one, other", [*PAIRS, *((SCRIPTS[0], variant) for variant in VARIANTS)])
+@pytest.mark.parametrize("one, other", PAIRS)
 def test_shared_text(one, other):
     canonical, copy = definitions(ROOT / f"{one}.py"), definitions(ROOT / f"{other}.py")
     names = shared(one, other)
-    assert "explained_variance" in names and (other in VARIANTS or {"compute_gae", "parse_args"} <= names)
+    assert names
     different = [name for name in names if canonical[name] != copy[name]]
     assert not different, f"{different} differ: python tests/test_parity.py copies them from {one}.py"
 
@@ -65,7 +65,7 @@ def test_same_order(one, other):
 
 
 if __name__ == "__main__":
-    for one, other in [*PAIRS, *((SCRIPTS[0], variant) for variant in VARIANTS)]:
+    for one, other in PAIRS:
         canonical, path = definitions(ROOT / f"{one}.py"), ROOT / f"{other}.py"
         text = path.read_text()
         for name in shared(one, other):
