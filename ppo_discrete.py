@@ -510,7 +510,7 @@ def make_env(args, **kwargs):
     """One environment, whose observations are vectors."""
     env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
     space, size = env.observation_space, 0
-    with contextlib.suppress(NotImplementedError, ValueError):  # text, graphs and sequences have no fixed size
+    with contextlib.suppress(NotImplementedError, ValueError):  # graphs, sequences and MiniGrid's text have no size
         size = gym.spaces.flatdim(space)
     parts = space.values() if isinstance(space, gym.spaces.Dict) else [space]
     has_image = any(x.dtype == np.uint8 and len(x.shape) > 1 and math.prod(x.shape) > 1000 for x in parts)

@@ -383,13 +383,13 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX and rejax use JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax runs CartPole itself in JAX: {int(rejax['steps_per_second']):,}."
+        text += f" rejax, whose CartPole is JAX too, makes {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, out of those that have one. "
-        "SB3's columns compare training scores. Its defaults count only where ours are defaults too. Some published "
-        "scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo: on how many tasks our mean reaches the column's score, of those that have one. SB3's columns "
+        "compare training scores, its defaults only where we use defaults too. Some published scores took more steps, "
+        "some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
