@@ -361,8 +361,9 @@ def train(args=None, resume=None):
             loss, metrics = ppo_loss(agent, args, *minibatch)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
-            if args.max_grad_norm > 0:  # as clip_grad_norm_; a float64 norm cannot overflow
-                gradient = gradient * (args.max_grad_norm / (gradient.double().norm() + 1e-6)).clamp(max=1.0)
+            if args.max_grad_norm > 0:  # as clip_grad_norm_
+                norm = gradient.double().norm()  # float64: the squares cannot overflow
+                gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
         # To change args.ent_coef or another number during the run, see `compiled`.
@@ -405,7 +406,8 @@ def train(args=None, resume=None):
                     info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
-                episode_returns[episode_over], episode_lengths[episode_over], shortened[episode_over] = 0, 0, False
+                episode_returns[episode_over], episode_lengths[episode_over] = 0, 0
+                shortened[episode_over] = False
 
             # --------------------------------------------------------------------------------------------- advantages
             steps = (step_rewards, step_terminations, step_truncations)  # (T, N)
@@ -447,7 +449,8 @@ def train(args=None, resume=None):
                     raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
-            scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
+            for name in all_metrics[0]:  # means over the minibatches
+                scalars[f"losses/{name}"] = torch.stack([metrics[name] for metrics in all_metrics]).mean()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["charts/policy_std"] = agent.get_mean_and_log_std(obs[0])[1].exp().mean().detach()
             run.log(global_step, episodes, scalars)

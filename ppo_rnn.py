@@ -460,8 +460,9 @@ def train(args=None, resume=None):
             loss, metrics = compiled_loss(agent, args, features, *loss_inputs)
             gradients = torch.autograd.grad(loss, parameters)
             gradient = torch.cat([x.flatten() for x in gradients])
-            if args.max_grad_norm > 0:  # as clip_grad_norm_; a float64 norm cannot overflow
-                gradient = gradient * (args.max_grad_norm / (gradient.double().norm() + 1e-6)).clamp(max=1.0)
+            if args.max_grad_norm > 0:  # as clip_grad_norm_
+                norm = gradient.double().norm()  # float64: the squares cannot overflow
+                gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
         # To change args.ent_coef or another number during the run, see `compiled`.
@@ -556,7 +557,8 @@ def train(args=None, resume=None):
                     raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
-            scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
+            for name in all_metrics[0]:  # means over the minibatches
+                scalars[f"losses/{name}"] = torch.stack([metrics[name] for metrics in all_metrics]).mean()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             if not agent.is_discrete:
                 scalars["charts/policy_std"] = agent.log_std.exp().mean().detach()

@@ -405,7 +405,8 @@ def train(args=None, resume=None):
                     raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
-            scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
+            for name in all_metrics[0]:  # means over the minibatches
+                scalars[f"losses/{name}"] = torch.stack([metrics[name] for metrics in all_metrics]).mean()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(global_step, gather_from_ranks(episodes), scalars)
             run.save(agent, optimizer, force=iteration == num_iterations)

@@ -524,7 +524,8 @@ def train(args=None, resume=None):
                     raise UsageError(f"NaN or infinity in the {name}: training stopped; this iteration was not saved")
 
             # -------------------------------------------------------------------------------------------- log and save
-            scalars |= {f"losses/{name}": torch.stack([m[name] for m in all_metrics]).mean() for name in all_metrics[0]}
+            for name in all_metrics[0]:  # means over the minibatches
+                scalars[f"losses/{name}"] = torch.stack([metrics[name] for metrics in all_metrics]).mean()
             scalars |= {"charts/learning_rate": lr, "charts/policy_std": stds.mean()}
             scalars["Perf/collection_time"] = rollout_end - start_time
             scalars["Perf/learning_time"] = time.monotonic() - rollout_end
