@@ -77,7 +77,7 @@ for (name, x), y in zip(a.named_parameters(), b.parameters()):
     for case in atari-8 atari-128; do
         part "$case: ours, LeanRL, the games alone"
         speed="timeout 200 $PYTHON benchmark/speed.py $case --repeats 1 --scale $SHARE"
-        $speed ${LEANRL:+--leanrl "$LEANRL"} || [ -z "${LEANRL:-}" ] || $speed
+        { [ -n "${LEANRL:-}" ] && $speed --leanrl "$LEANRL"; } || $speed
     done
     ;;
 learn)

@@ -383,7 +383,7 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX and rejax use JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax, whose CartPole is JAX too, makes {int(rejax['steps_per_second']):,}."
+        text += f" rejax, whose CartPole runs in JAX too, makes {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",

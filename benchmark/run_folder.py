@@ -85,7 +85,8 @@ def machine():
     with contextlib.suppress(FileNotFoundError):  # a machine without git
         git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
         commit = git(["git", "describe", "--always"]).stdout.strip()
-        if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode == 1:  # new rows of results do not count
+        changed = git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode  # new rows of results do not count
+        if commit and changed:
             commit += "-dirty"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     hardware = model[1] if model else platform.processor()

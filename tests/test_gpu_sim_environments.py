@@ -183,12 +183,14 @@ def test_privileged_observations_reach_the_critic_only(update):
 
 @pytest.mark.filterwarnings("ignore")  # gymnasium's, about the shared array
 def test_final_observation_is_the_last_one(tmp_path):
-    """Also of an environment that has begun the next episode in the same array."""
+    """Also of an environment that has begun the next episode in the same array, while the other one goes on."""
     envs = script.make_envs(make_args(tmp_path, env_id="box/OneArray-v0"), 2, torch.device("cpu"))
     envs.reset()
-    for _ in range(5):
+    envs.envs.envs[0].unwrapped.obs[:] = 2  # two steps ahead
+    for _ in range(3):
         obs, _, _, truncations, infos = envs.step(torch.zeros(2, 1))
-    assert truncations.all() and (infos["final_obs"] == 5).all() and not obs.any()
+    assert truncations.tolist() == [True, False] and obs.tolist() == [[0, 0], [3, 3]]
+    assert infos["final_obs"][0].tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("update", ["rsl_rl", "google"])

@@ -96,7 +96,7 @@ def test_total_loss(system):
     columns = {"obs": inputs["mean"], "actions": inputs["action"], "log_probs": inputs["old_logprob"]}
     columns |= {"critic_obs": inputs["mean"], "values": inputs["old_values"], "returns": inputs["returns"]}
     columns |= {"means": inputs["old_mean"], "stds": inputs["old_log_std"].exp().expand_as(inputs["old_mean"])}
-    advantages = inputs["advantages"]  # only rsl_rl normalises them
+    advantages = inputs["advantages"]  # rsl_rl normalises them over the rollout, CleanRL in the loss
     columns |= {"advantages": script.normalize_advantages(advantages) if system == "rsl_rl" else advantages}
     loss, metrics = script.ppo_loss(agent, agent.args, {name: x.unsqueeze(0) for name, x in columns.items()})
     torch.testing.assert_close(loss.item(), expected[system])

@@ -52,7 +52,7 @@ def shared(one, other):
 def test_shared_text(one, other):
     canonical, copy = definitions(ROOT / f"{one}.py"), definitions(ROOT / f"{other}.py")
     names = shared(one, other)
-    assert names
+    assert "explained_variance" in names and (other == RLHF or {"compute_gae", "parse_args"} <= names)
     different = [name for name in names if canonical[name] != copy[name]]
     assert not different, f"{different} differ: python tests/test_parity.py copies them from {one}.py"
 

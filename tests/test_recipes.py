@@ -49,9 +49,11 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_applies(name, tmp_path):
-    """By `git apply` and by `patch`; the result is as tidy as the scripts. Its head names those that it changes."""
+    """By `git apply` and by `patch`; the result is as tidy as the scripts. Its head says what, why, and for which."""
     path = ROOT / "recipes" / f"{name}.diff"
-    named = re.search(r"^Scripts?: .*", path.read_text(), re.M)[0].split("Source: ")[0]
+    head = path.read_text().partition("diff --git ")[0]
+    assert head.startswith(f"{name}: ") and "\nWhy: " in head and "Run: " in head
+    named = re.search(r"^Scripts?: .*", head, re.M)[0].split("Source: ")[0]
     named = SCRIPTS if "all three" in named else re.findall(r"ppo_\w+", named)
     assert scripts_of(name) == sorted(named)
     for folder, command in (("git", ["git", "apply", path]), ("patch", ["patch", "-p1", "-s", "-i", path])):
@@ -72,7 +74,7 @@ def test_trains_resumes_and_loads(tmp_path, script, name):
     """Ten iterations and two more after a resumption. The ratio of every first minibatch is 1: none is clipped, though
     clipping begins 1e-4 from it. The saved agent acts."""
     module = with_recipes(script, name)
-    env_id, changes = SETTINGS.get(name, (REAL_ENV[script], {}))
+    env_id, changes = SETTINGS.get(name, (REAL_ENV[script], {"clip_vloss": True}))
     args = module.Args(env_id=env_id, runs_dir=str(tmp_path), **(SMALL | changes))
     steps = 10 * args.num_envs * args.num_steps
     first = {"clip_coef": 1e-4, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": steps}

@@ -144,14 +144,19 @@ def test_tuned_settings_are_published_alone(run_dir, results, monkeypatch):
         report.write_csv("classic", [run_dir])
 
 
-def test_peers_have_as_many_steps_and_different_seeds(results):
-    """Runs of Stable-Baselines3 that are shorter than ours stand in no column, and no seed counts twice."""
+def test_peers_have_as_many_steps_and_different_seeds(results, capsys):
+    """Shorter runs of Stable-Baselines3 stand in no column, and no seed counts twice. A single seed is too few: one
+    line says so."""
     shutil.copytree(RESULTS, results, dirs_exist_ok=True)
     rows = report.read_csv(RESULTS / "peers.csv")
     assert "SB3, its defaults" in report.suite_table("breadth")[0]
     report.write_rows(results / "peers.csv", report.FIELDS, [row | {"global_step": "9000"} for row in rows])
     assert "SB3" not in report.suite_table("breadth")[0]
+    capsys.readouterr()
     cartpole = next(row for row in rows if row["env_id"] == "CartPole-v1")
+    report.write_rows(results / "peers.csv", report.FIELDS, [cartpole])
+    assert "SB3" not in report.suite_table("breadth")[0]
+    assert f"left out of breadth: {cartpole['exp_name']} CartPole-v1 has 1 of 3 seeds" in capsys.readouterr().err
     report.write_rows(results / "peers.csv", report.FIELDS, [*rows, cartpole])
     with pytest.raises(SystemExit, match=r"peers\.csv has a seed twice for"):
         report.suite_table("breadth")
@@ -202,6 +207,12 @@ def test_pages_have_the_tables_of_the_results():
         blocks = {name: ["1 | 2"] for name in re.findall(r"<!-- end of (\S+) -->", text)}
         emptied = report.fill_page(text, blocks)
         assert emptied.count("1 | 2") == len(blocks) and "| HalfCheetah" not in emptied, path
+
+
+def test_a_suite_without_results(results):
+    """Nothing is published in its place."""
+    with pytest.raises(SystemExit, match="has no runs of long"):
+        report.suite_table("long")
 
 
 def test_a_seed_counts_once(results):

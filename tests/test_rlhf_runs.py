@@ -116,6 +116,7 @@ def test_metrics(rlhf_args, calls):
     # To second order the KL is half the mean square of the log-ratio.
     second_order = mean(lambda log_ratio, *_: log_ratio.square().mean() / 2)
     assert row["losses/approx_kl"] == pytest.approx(second_order, rel=0.1)
+    assert row["losses/old_approx_kl"] == pytest.approx(mean(lambda log_ratio, *_: -log_ratio.mean()), rel=1e-4)
     assert abs(row["losses/old_approx_kl"] / row["losses/approx_kl"] - 1) < 0.5  # two estimates of the same
     # Minus the log-probability of what was sampled estimates the entropy.
     sampled = torch.cat([result[0] for _, result in calls["get_log_probs"][:8:2]])  # the actor's, before the update

@@ -545,7 +545,7 @@ def make_envs(args, num_envs):
             raise UsageError(f"{args.env_id}, --env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
     space = envs.single_observation_space
-    if space.dtype != np.uint8 or len(space.shape) != 3 or sorted(space.shape)[1] < 36:
+    if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     choices(envs.single_action_space)  # rejects others
     return envs
