@@ -202,7 +202,7 @@ def test_interrupt_and_resume_latest(tmp_path, main):
         assert time.monotonic() < end
         time.sleep(0.05)
     (run_dir,) = (tmp_path / "runs").iterdir()
-    refused = main(script, "--resume", run_dir, "--env-id", SMALL["env_id"])
+    refused = main(script, "--resume", run_dir, "--env-id", SMALL["env_id"], "--total-timesteps=16000")
     assert refused.returncode == 2 and f"another process is training in {run_dir}" in refused.stderr
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
