@@ -47,7 +47,7 @@ SUITES = {
         ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-DoorKey-6x6-v0", ""),
         ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-FourRooms-v0", "--total-timesteps 1000000"),
         ("ppo_discrete", "benchmark.minigrid_envs:Image/MiniGrid-MultiRoom-N2-S4-v0", ""),
-        ("ppo_rnn", "benchmark.minigrid_envs:Image/MiniGrid-MemoryS7-v0", "--total-timesteps 1000000"),
+        ("ppo_rnn", "benchmark.minigrid_envs:OneHot/MiniGrid-MemoryS7-v0", "--total-timesteps 1000000"),
         ("ppo_rnn", "benchmark.minigrid_envs:Image/MiniGrid-RedBlueDoors-6x6-v0", f"--total-timesteps 1000000 {RARE}"),
     ],
     # docs/your-environment.md says what dm_control needs, and why the time limit is given.
