@@ -203,9 +203,9 @@ def test_interrupt_and_resume_latest(tmp_path, main):
         time.sleep(0.05)
     (run_dir,) = (tmp_path / "runs").iterdir()
     refused = main(script, "--resume", run_dir, "--env-id", SMALL["env_id"], "--total-timesteps=16000")
-    assert refused.returncode == 2 and f"another process is training in {run_dir}" in refused.stderr
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
+    assert refused.returncode == 2 and f"another process is training in {run_dir}" in refused.stderr
     saved = script.load_checkpoint(run_dir)["global_step"]
     assert 0 < saved < 10**8 and saved % 16_000 == 0
     words = "--resume=latest", "--runs-dir", tmp_path / "runs", "--env-id", SMALL["env_id"]
