@@ -27,6 +27,7 @@ BUDGETS["ppo_gpu_sim"] = flags_of(env_id="my_robot:make_envs", num_envs=16, num_
 BUDGETS["ppo_rlhf"] = flags_of(supervised_steps=2, batch_size=8, response_length=6, device="cpu")
 # What comes after the words: the length of the first run in a folder, and of a later one, which may resume it.
 LENGTHS = dict.fromkeys(BUDGETS, ("--total-timesteps=160", "--total-timesteps=320"))
+LENGTHS["ppo_discrete"] = ("--total-timesteps=160", "--total-timesteps=2048")  # a rollout of SB3's defaults
 LENGTHS["ppo_atari"] = ("--total-timesteps=8", "--total-timesteps=16")
 LENGTHS["ppo_rlhf"] = ("--total-episodes=16", "--total-episodes=32")
 
