@@ -66,7 +66,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
-    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample, with the deviation at the end
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample with the final deviation
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
@@ -97,11 +97,11 @@ class Args:  # the comments are what --help prints
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
     log_std_init: float = -0.5  # initial log standard deviation
-    log_std_min: float = -1.5  # lower bound of the learned log_std, applied before each iteration and before anneal_std
+    log_std_min: float = -1.5  # lower bound of log_std at the start of each iteration; anneal_std may go below it
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other defaults already equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
     clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None, log_std_init=0.0, log_std_min=-20.0,
@@ -339,8 +339,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
-        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above: later ones are
+        # not trained. Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -366,18 +366,18 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # To change args.ent_coef or another number during the run, see `compiled`.
+        # Numbers in args are constants to compiled code. A schedule of args.ent_coef needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
         obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
         actions = torch.zeros(T, N, agent.action_low.numel(), device=device)  # as the policy chose them, not clipped
         log_probs = torch.zeros(T, N, device=device)
+        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
-        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
         shortened = stagger(envs, args)  # bool (N,): True during a shortened first episode, which is not logged
 
@@ -390,8 +390,8 @@ def train(args=None, resume=None):
             episodes, raw_final_obs = [], []
             for t in range(T):
                 raw_obs[t] = raw_next_obs
-                step_obs = torch.from_numpy(raw_next_obs).to(device)
-                obs[t], actions[t], log_probs[t], env_actions = act(step_obs)
+                raw_step_obs = torch.from_numpy(raw_next_obs).to(device)
+                obs[t], actions[t], log_probs[t], env_actions = act(raw_step_obs)
                 raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -430,10 +430,10 @@ def train(args=None, resume=None):
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
-                permutation = torch.randperm(B).to(device)
                 tensors = (obs, actions, log_probs, values, advantages, returns)  # as ppo_loss takes them
-                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
-                for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
+                b_tensors = [x.flatten(0, 1) for x in tensors]  # (B, ...)
+                for indices in torch.randperm(B).to(device).split(M):
+                    minibatch = [x[indices] for x in b_tensors]  # (M, ...)
                     gradient, metrics = compute_gradient(*minibatch)
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
@@ -511,7 +511,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. gymnasium does not merge what is in a list.
+        # Copy obs: the reset may overwrite it. In a list: gymnasium would merge a bare dict into arrays.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 

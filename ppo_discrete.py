@@ -96,7 +96,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = 0.04  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other defaults already equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=4, learning_rate=2.5e-4, num_minibatches=4, update_epochs=4, norm_obs=False, norm_reward=False,
     norm_adv=True, clip_vloss=True, ent_coef=0.01, target_kl=None,
@@ -329,8 +329,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
-        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above: later ones are
+        # not trained. Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -356,7 +356,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # To change args.ent_coef or another number during the run, see `compiled`.
+        # Numbers in args are constants to compiled code. A schedule of args.ent_coef needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -364,11 +364,11 @@ def train(args=None, resume=None):
         actions = torch.zeros(T, N, len(agent.sizes), dtype=torch.int64, device=device)  # as the policy counts, from 0
         action_masks = torch.zeros(T, N, sum(agent.sizes), dtype=torch.bool, device=device)  # True: allowed
         log_probs = torch.zeros(T, N, device=device)
+        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
-        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
@@ -379,9 +379,9 @@ def train(args=None, resume=None):
             episodes, raw_final_obs = [], []
             for t in range(T):
                 raw_obs[t] = raw_next_obs
-                step_obs = torch.from_numpy(raw_next_obs).to(device)
+                raw_step_obs = torch.from_numpy(raw_next_obs).to(device)
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
-                obs[t], actions[t], log_probs[t], env_actions = act(step_obs, action_masks[t])
+                obs[t], actions[t], log_probs[t], env_actions = act(raw_step_obs, action_masks[t])
                 raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
@@ -419,10 +419,10 @@ def train(args=None, resume=None):
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
-                permutation = torch.randperm(B).to(device)
                 tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
-                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
-                for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
+                b_tensors = [x.flatten(0, 1) for x in tensors]  # (B, ...)
+                for indices in torch.randperm(B).to(device).split(M):
+                    minibatch = [x[indices] for x in b_tensors]  # (M, ...)
                     gradient, metrics = compute_gradient(*minibatch)
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
@@ -500,7 +500,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. gymnasium does not merge what is in a list.
+        # Copy obs: the reset may overwrite it. In a list: gymnasium would merge a bare dict into arrays.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action

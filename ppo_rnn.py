@@ -435,8 +435,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
-        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above: later ones are
+        # not trained. Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -465,7 +465,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # To change args.ent_coef or another number during the run, see `compiled`.
+        # Numbers in args are constants to compiled code. A schedule of args.ent_coef needs a tensor: see `compiled`.
         act, compiled_loss = compiled(act, args), compiled(ppo_loss, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -477,11 +477,11 @@ def train(args=None, resume=None):
         log_probs = torch.zeros(T, N, device=device)
         state = torch.zeros(N, agent.memory.state_size, device=device)
         states = torch.zeros(T, *state.shape, device=device)  # after each step, not yet zeroed where an episode ended
+        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         # numpy arrays, which are faster to fill step by step. They go to the device after the rollout.
         raw_obs = np.zeros((T, N, *obs_shape), raw_next_obs.dtype)
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
-        discounted_returns = torch.zeros(N, dtype=torch.float64, device=device)  # for normalize_rewards
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
@@ -493,10 +493,10 @@ def train(args=None, resume=None):
             first_state = state  # never written to below, because `act` returns a new tensor
             for t in range(T):
                 raw_obs[t] = raw_next_obs
-                step_obs = torch.from_numpy(raw_next_obs).to(device)
+                raw_step_obs = torch.from_numpy(raw_next_obs).to(device)
                 has_masks = agent.is_discrete and "action_mask" in infos
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if has_masks else True
-                obs[t], actions[t], log_probs[t], env_actions, state = act(step_obs, action_masks[t], state)
+                obs[t], actions[t], log_probs[t], env_actions, state = act(raw_step_obs, action_masks[t], state)
                 states[t] = state
                 raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
@@ -621,7 +621,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. gymnasium does not merge what is in a list.
+        # Copy obs: the reset may overwrite it. In a list: gymnasium would merge a bare dict into arrays.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action

@@ -103,7 +103,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). All other hyperparameters equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other defaults already equal CleanRL's.
 PRESETS = {"cleanrl": dict(clip_vloss=True)}
 
 
@@ -298,8 +298,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
-        # Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above: later ones are
+        # not trained. Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -323,7 +323,7 @@ def train(args=None, resume=None):
             gradient = torch.cat([x.flatten() for x in gradients])
             return gradient, metrics
 
-        # To change args.ent_coef or another number during the run, see `compiled`.
+        # Numbers in args are constants to compiled code. A schedule of args.ent_coef needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -384,10 +384,10 @@ def train(args=None, resume=None):
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
-                permutation = torch.randperm(T * N).to(device)
                 tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
-                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (T * N, ...)
-                for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
+                b_tensors = [x.flatten(0, 1) for x in tensors]  # (T * N, ...)
+                for indices in torch.randperm(T * N).to(device).split(M):
+                    minibatch = [x[indices] for x in b_tensors]  # (M, ...)
                     gradient, metrics = average_over_ranks(*compute_gradient(*minibatch))
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
@@ -506,7 +506,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. gymnasium does not merge what is in a list.
+        # Copy obs: the reset may overwrite it. In a list: gymnasium would merge a bare dict into arrays.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action

@@ -381,7 +381,7 @@ def train(args=None, resume=None):
 
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
-        # Adam is faster on one vector, so all parameters become views of it. Modules made below are not trained.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above this line.
         # Matrices come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
