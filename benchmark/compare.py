@@ -4,7 +4,7 @@
     python benchmark/compare.py before.csv benchmark/results/mujoco.csv
     python benchmark/compare.py runs.csv:plain runs.csv:slow     # the rows of one --exp-name each
 
-The files are what report.py writes. Without a name, runs are compared that have the same flags.
+The files are what report.py writes. Without a name, runs of the same script and flags are compared.
 
 For each task: the mean over seeds of the last 100 training episodes, and the 95% interval (Welch) of the difference. An
 interval that contains 0 shows no change. Falls: episodes that end before the time limit, per 1,000 steps of the last

@@ -5,7 +5,7 @@
 #     bash benchmark/first_gpu.sh compare    # 8 minutes: rsl_rl and LeanRL on this card; the same weights by graphs?
 #     bash benchmark/first_gpu.sh learn      # 9 minutes (SECONDS_TO_LEARN=540): Pong, with 64 games
 #
-# `compare` needs LEANRL=PATH, a checkout of LeanRL at 760837e. Without a network, WHEELS=FOLDER installs the wheels of a
+# LEANRL=PATH, a checkout of LeanRL at 760837e, adds it to `compare`. Without a network, WHEELS=FOLDER installs the wheels of a
 # folder into ./site first. This fills it, for Python 3.12, beside a torch with CUDA that is there already:
 #     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #         --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d WHEELS \
@@ -33,7 +33,9 @@ train() {
     timeout 150 $PYTHON "$@" --runs-dir "$RUNS" > "$RUNS/log" 2>&1 || rc=$?
     tail -n $((rc ? 60 : 8)) "$RUNS/log"
     echo "exit code $rc (124: stopped after 150 s)"
+    ((rc == 0)) || failed=1
 }
+failed=0
 
 case ${1:-} in
 run)
@@ -61,8 +63,8 @@ print('torch', torch.__version__, 'gymnasium', gymnasium.__version__, 'ale-py', 
     ;;
 compare)
     part learner of ppo_gpu_sim.py beside rsl_rl
-    timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py --repeats 1 --device "$DEVICE" \
-        && cp benchmark/studies/speed_gpu_sim.csv "$OUT"
+    timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py --repeats 1 --device "$DEVICE" || failed=1
+    cp benchmark/studies/speed_gpu_sim.csv "$OUT"
     # Without TF32 on either side. On a CPU the two differ by at most 3e-8.
     part weights after one iteration, with CUDA graphs and without compilation
     export NVIDIA_TF32_OVERRIDE=0
@@ -77,7 +79,7 @@ for (name, x), y in zip(a.named_parameters(), b.parameters()):
     for case in atari-8 atari-128; do
         part "$case: ours, LeanRL, the games alone"
         speed="timeout 200 $PYTHON benchmark/speed.py $case --repeats 1 --scale $SHARE"
-        { [ -n "${LEANRL:-}" ] && $speed --leanrl "$LEANRL"; } || $speed
+        { [ -n "${LEANRL:-}" ] && $speed --leanrl "$LEANRL"; } || $speed || failed=1
     done
     ;;
 learn)
@@ -94,3 +96,4 @@ torch.save({key: saved[key] for key in saved if key != 'optimizer'}, '$OUT/pong_
     exit 2
     ;;
 esac
+exit $failed

@@ -153,6 +153,7 @@ def main(args):
                     elif done[name, task, seed] != budget:
                         raise SystemExit(f"{args.out} has {name} {task} with another budget: give another --out")
     jobs = list(dict.fromkeys(jobs))  # a task is in a suite twice where two of our scripts train it
+    print(f"{len(jobs)} runs are missing", flush=True)
     spawn = multiprocessing.get_context("spawn")
     failed = 0
     packages = "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"

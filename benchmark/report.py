@@ -91,15 +91,17 @@ def summarise_all(run_dirs, suite=""):
     found, damaged = [], False
     run_dirs = dict.fromkeys(path.resolve() for path in run_dirs)  # a folder named twice counts once
     for run_dir in sorted(run_dirs, key=lambda path: path.name.rpartition("__")[2]):  # by the time in its name
-        if not (run_dir / "args.json").is_file():  # the folder of logs, or of folders
+        if run_dir.is_file() or run_dir.name == "logs":  # runs/* has these too, of run.py and tune.py
             continue
         try:
-            args = read_args(run_dir)
-            if "env_id" not in args:  # of ppo_rlhf.py, which has no episodes
+            args = read_args(run_dir) if (run_dir / "args.json").is_file() else {}
+            if tasks and args and (args["script"], args.get("env_id")) not in tasks:
                 continue
-            if tasks and (args["script"], args["env_id"]) not in tasks:
-                continue
-            if re.fullmatch("tune-[0-9a-f]{8}", args["exp_name"]):
+            if not args:
+                reason = "it is not the folder of a run"
+            elif "env_id" not in args:
+                reason = "runs of ppo_rlhf.py have no episodes"
+            elif re.fullmatch("tune-[0-9a-f]{8}", args["exp_name"]):
                 reason = "a trial of tune.py"
             elif suite and args["exp_name"] != (wanted := "tuned" if suite == "mujoco-tuned" else args["script"]):
                 reason = f"its --exp-name is {args['exp_name']}; --publish {suite} takes only {wanted}"
@@ -121,6 +123,13 @@ def summarise_all(run_dirs, suite=""):
         if run_dir not in latest:
             print(f"left out: {run_dir}: another folder has the same settings and seed", file=sys.stderr)
     found = [(run_dir, row) for run_dir, row in found if run_dir in latest]
+    versions = {}
+    for run_dir, row in found:
+        copy = run_dir / f"{row['script']}.py"
+        versions.setdefault((copy.name, row["env_id"], row["exp_name"]), set()).add(copy.read_text())
+    for names, texts in versions.items():
+        if len(texts) > 1:
+            print(f"warning: the runs of {', '.join(names)} come from {len(texts)} versions of it", file=sys.stderr)
     if not found:
         of_suite = " of this suite" if tasks else ""
         raise SystemExit(f"report.py: error: none of these is the folder of a finished run{of_suite}; runs/* are meant")
@@ -250,9 +259,9 @@ def read_suite(name):
     groups = group_by(rows, "env_id", "script", "settings", "global_step")
     for key, group in groups.items():
         if len(group) != len({row["seed"] for row in group}):
-            raise SystemExit(f"results/{name}.csv has a seed twice for {', '.join(key)}")
+            raise SystemExit(f"the results of {name} have a seed twice for {', '.join(key)}")
         if len(names := {row["exp_name"] for row in group}) > 1:
-            raise SystemExit(f"results/{name}.csv has runs of several names for {', '.join(key)}: {', '.join(names)}")
+            raise SystemExit(f"the results of {name} have several names for {', '.join(key)}: {', '.join(names)}")
     return groups
 
 
@@ -261,7 +270,7 @@ def one_setting(name):
     groups, rows = read_suite(name), {}
     for (env_id, _, settings, steps), found in groups.items():
         if env_id in rows:
-            raise SystemExit(f"results/{name}.csv has several settings of {env_id}, one with {steps} steps {settings}")
+            raise SystemExit(f"the results of {name} have several settings of {env_id}: {steps} steps {settings}")
         rows[env_id] = found
     return rows
 
@@ -511,7 +520,9 @@ class Args:
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.publish == "readme":
+    if args.publish == "readme" and args.runs:
+        raise SystemExit("report.py: error: --publish readme takes no run folders: first --publish their suite")
+    elif args.publish == "readme":
         write_readme()
     elif not args.runs:
         raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")

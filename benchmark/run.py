@@ -5,15 +5,16 @@
     python benchmark/run.py --suite mujoco --first-seed 6          # five more, 6 to 10
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --script my_ppo.py --env-ids Hopper-v4 my_module:Mine-v0 --seeds 3    # a copy of a script
-    python benchmark/report.py runs/* --publish mujoco                       # then: benchmark/results/, curves
+    python benchmark/report.py runs/* --publish mujoco             # then: into benchmark/results/mujoco.csv
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
-others resume from their checkpoint. A copy of a script that has changed since needs another --exp-name. Two commands
-may work on one --runs-dir: the process that has a run's log open owns the run, and the other one waits. To share the
-work, give each command its own --tasks, or --first-seed and --seeds.
+others resume from their checkpoint. A script that has changed since needs another --exp-name or --runs-dir. Two
+commands may work on one --runs-dir: a run's log is locked while it trains or plays, and the other command waits. To
+share the work, give each command its own --tasks, or --first-seed and --seeds.
 When a run fails the others go on; it is named at the end, and the exit status is 1.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -40,6 +41,7 @@ from run_folder import (
     machine,
     path_of,
     read_args,
+    read_record,
     summarise,
 )
 from suites import SUITES
@@ -112,16 +114,22 @@ def make_jobs(args, flags=()):
             if (parsed.env_id, parsed.seed, parsed.runs_dir) != (env_id, seed, str(jobs[-1].runs_dir)):
                 raise SystemExit("after --: run.py itself sets --env-id, --seed and --runs-dir")
     for job in jobs:
-        try:
-            run_dir = find_run(job)
-            changed = run_dir and (run_dir / job.script.name).read_text() != job.script.read_text()
-        except (OSError, ValueError):  # damaged: run_job names it
-            continue
-        if changed:
-            raise SystemExit(
-                f"{job.script.name} has changed since {run_dir}: give another --exp-name, or delete that run"
-            )
+        if run_dir := made_by_another_version(job):
+            text = f"{job.script.name} has changed since {run_dir}: give another --exp-name or --runs-dir"
+            raise SystemExit(f"{text}, or delete that run")
     return jobs
+
+
+def made_by_another_version(job):
+    """A run of this task and --exp-name, of any seed, that another version of the script has made; or None. A table
+    would show both versions as one setting."""
+    wanted = {"script": job.script.stem, "env_id": job.env_id, "exp_name": job.parsed.exp_name}
+    for run_dir in job.runs_dir.glob(f"{job.name.rpartition('__')[0]}__*"):
+        with contextlib.suppress(OSError, ValueError):  # damaged: run_job names it
+            same = wanted.items() <= read_args(run_dir).items() and (run_dir / "checkpoint.pt").is_file()
+            if same and (run_dir / job.script.name).read_text() != job.script.read_text():
+                return run_dir
+    return None
 
 
 def find_run(job):
@@ -157,7 +165,7 @@ def run_job(job, gpu, children, stop):
         if stop.is_set():
             raise Stopped
         begin = log.tell()
-        # A session of its own: Ctrl-C reaches it once, through us, and lets it save.
+        # A session of its own: Ctrl-C reaches it once, through us, so that it can close its logs.
         child = subprocess.Popen([*script, *words], stdout=log, stderr=log, env=environment, start_new_session=True)
         children.add(child)
         if stop.is_set():  # asked for just now, when this child was not yet among them
@@ -183,15 +191,14 @@ def run_job(job, gpu, children, stop):
         if run_dir is None or not is_finished(run_dir):
             call("--resume", str(run_dir), "--env-id", job.env_id) if run_dir else call(*job.arguments)
             run_dir = find_run(job)
-        record, step = run_dir / "benchmark.json", load_checkpoint(run_dir)["global_step"]
-        known = json.loads(record.read_text()) if record.exists() else {}
-        if known.get("global_step") != step:
-            known = {}  # of an agent that has learned since
-        if job.evaluate and not known:
-            last_line = call("--evaluate", str(run_dir), "--env-id", job.env_id)[-1]
-            evaluation = float(re.search(r"mean (\S+),", last_line)[1])  # mean 123.4, standard deviation 5.6
-            facts |= {"evaluation": evaluation, "global_step": step}
-            record.write_text(json.dumps(facts, indent=2))
+        step = load_checkpoint(run_dir)["global_step"]
+        if job.evaluate and not read_record(run_dir, step):
+            lines = call("--evaluate", str(run_dir), "--env-id", job.env_id)
+            means = re.findall(r"mean (\S+), standard deviation", "\n".join(lines))  # other lines may follow it
+            if not means:
+                raise RuntimeError(f"{path} has no mean of the evaluation")
+            facts |= {"evaluation": float(means[-1]), "global_step": step}
+            (run_dir / "benchmark.json").write_text(json.dumps(facts, indent=2))
     return summarise(run_dir)
 
 

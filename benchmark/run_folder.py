@@ -1,4 +1,4 @@
-"""What a run folder holds: arguments, episodes, checkpoint -> a row of figures. For run.py, report.py and tune.py."""
+"""What a run folder holds: arguments, episodes, checkpoint -> a row of figures."""
 
 import ast
 import contextlib
@@ -49,9 +49,10 @@ def write_rows(path, fields, rows):
 
 
 def path_of(script):
-    """The file of a script: a path, or a name at the top level of the repository or among its variants."""
-    name = Path(script).with_suffix(".py")
-    for path in (name, ROOT / name, ROOT / "variants" / name):
+    """The file of a script: a path, or the name of a script of the repository, with or without .py."""
+    name = Path(script)
+    here = [name] if name.suffix else []  # a bare name always means the repository's script
+    for path in (*here, ROOT / name.with_suffix(".py"), ROOT / "variants" / name.with_suffix(".py")):
         if path.is_file():
             return path.resolve()
     raise SystemExit(f"there is no script {script}")
@@ -85,8 +86,7 @@ def machine():
     with contextlib.suppress(FileNotFoundError):  # a machine without git
         git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
         commit = git(["git", "describe", "--always"]).stdout.strip()
-        changed = git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode  # new rows of results do not count
-        if commit and changed:
+        if commit and git(["git", "status", "--porcelain", "--", "*.py"]).stdout:  # also an untracked copy of a script
             commit += "-dirty"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     hardware = model[1] if model else platform.processor()
@@ -122,6 +122,13 @@ def is_finished(run_dir):
     args = read_args(run_dir)
     batch_size = args["num_envs"] * args["num_steps"]
     return math.ceil(load_checkpoint(run_dir)["global_step"] / batch_size) >= args["total_timesteps"] // batch_size
+
+
+def read_record(run_dir, global_step):
+    """What run.py has recorded about the agent of this step: evaluation, commit, hardware; {} if nothing."""
+    path = run_dir / "benchmark.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return record if record.get("global_step") == global_step else {}  # an agent may have learned since
 
 
 def defaults_of(path):
@@ -178,10 +185,7 @@ def summarise(run_dir):
     changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = load_checkpoint(run_dir)
     last_100 = [float(row["episodic_return"]) for row in episodes[-100:]]
-    record = run_dir / "benchmark.json"
-    record = json.loads(record.read_text()) if record.exists() else {}
-    if record.get("global_step", checkpoint["global_step"]) != checkpoint["global_step"]:
-        record = {}  # of an agent that has learned since
+    record = read_record(run_dir, checkpoint["global_step"])
     return {
         "script": args["script"],
         "env_id": args["env_id"],

@@ -1,6 +1,6 @@
 """Training speed beside other implementations: whole processes, at equal settings, in turn on one machine.
 
-    python -m pip install -r benchmark/requirements.txt
+    python -m pip install -r benchmark/requirements.txt            # the case rlhf: also variants/requirements.txt
     python benchmark/speed.py rnn rnn-shared                       # sb3-contrib's RecurrentPPO
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
@@ -20,11 +20,11 @@ none, see leanrl_atari.py. LeanRL runs compiled, and its Atari with CUDA graphs:
     .venv/bin/pip install ale-py==0.10.2 opencv-python-headless                                       # CleanRL's Atari
     .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
 
-Every contestant trains twice on one thread, for few steps and for many. Its speed is the difference in steps over the
-difference in time, so that imports and compilation do not count. The rest of the short run is its start. The first
-start on a machine, where nothing has been compiled yet, is measured once. The "simulator" steps the same environments
-with random actions and learns nothing. Medians over the repeats are printed; results/speed.csv keeps those of the cases
-in docs/results.md. The machine should have nothing else to do.
+Every contestant trains on one thread (`processes`: on all cores), for few steps and then for many. Its speed is the
+difference in steps over the difference in time, so that imports and compilation do not count. The rest of the short
+run is its start. The first start on a machine, where nothing has been compiled yet, is measured once. The "simulator"
+steps the same environments with random actions and learns nothing. Medians over the repeats are printed;
+results/speed.csv keeps those of the cases in docs/results.md. The machine should have nothing else to do.
 """
 
 import dataclasses
@@ -206,7 +206,7 @@ def rnn_case(shared):
 def processes_case(task, short, long):
     """The default settings. process_envs.py has a process for each core, EnvPool, where it is installed, a thread."""
     contestants = {"one process": (ours("ppo_continuous", env_id=task), short, long)}
-    if importlib.util.find_spec("envpool") and task.endswith("-v4"):  # envpool_envs.py has the MuJoCo tasks
+    if importlib.util.find_spec("envpool"):
         native = f"benchmark.envpool_envs:EnvPool/{task}"
         contestants["EnvPool"] = (ours("ppo_continuous", env_id=native), short, long)
     in_processes = ours("ppo_continuous", env_id=f"benchmark.process_envs:{task}")
@@ -278,17 +278,11 @@ def make_cases(cleanrl=None, leanrl=None):
     }
 
 
-def one_thread(**variables):
-    """Environment variables for a contestant's process."""
-    threads = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # LeanRL logs to wandb only.
-    return os.environ | threads | {"PYTHONPATH": paths, "WANDB_MODE": "offline"} | variables
-
-
 def seconds(command, cache, cpu_time=False):
     """Time of a command, which runs in an empty folder; what it compiles is kept in the folder `cache`."""
-    environment = one_thread(TORCHINDUCTOR_CACHE_DIR=cache)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": cache}  # LeanRL logs to wandb only
 
     def now():
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

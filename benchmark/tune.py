@@ -123,6 +123,8 @@ def main():
     defaults = vars(load_script(script).parse_args(["--env-id", env_id]))
     check(space, defaults, args.sweep)
     runs_dir = args.runs_dir.absolute()
+    if args.trials == 0 and not (runs_dir / f"{args.study}.db").exists():
+        raise SystemExit(f"--trials 0: there is no {runs_dir}/{args.study}.db")
     runs_dir.mkdir(parents=True, exist_ok=True)
 
     engine = {"connect_args": {"timeout": 60}}  # seconds to wait for another worker that is writing
@@ -202,6 +204,8 @@ def main():
     best = study.best_trial
     flags = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
     print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
+    if (finished := len(study.get_trials(states=ended))) < args.trials:
+        raise SystemExit(f"only {finished} of {args.trials} trials have finished; {runs_dir}/logs say why")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def finished_runs(tmp_path_factory):
     small = {"env_id": "CartPole-v1", "total_timesteps": 4096, "update_epochs": 1, "compile": False}
     for seed in (1, 2):
         _, run_dir = ppo_discrete.train(ppo_discrete.Args(seed=seed, runs_dir=str(runs_dir), **small))
-        (run_dir / "benchmark.json").write_text(json.dumps(FIGURES))
+        (run_dir / "benchmark.json").write_text(json.dumps(FIGURES | {"global_step": 4096}))
         run_dirs.append(run_dir)
     return run_dirs
 
@@ -120,6 +120,16 @@ def test_only_runs_under_the_name_of_the_suite_are_published(run_dir, results, c
     with pytest.raises(SystemExit, match="none of these is the folder of a finished run"):
         report.write_csv("classic", [run_dir])
     assert "its --exp-name is slow; --publish classic takes only ppo_discrete" in capsys.readouterr().err
+
+
+def test_what_is_not_shown_is_named(finished_runs, run_dir, tmp_path, capsys):
+    """A mistyped path, and runs of two versions of a script in one row."""
+    with (run_dir / "ppo_discrete.py").open("a") as file:
+        file.write("# an earlier version\n")
+    report.write_report([run_dir, finished_runs[1], tmp_path / "typo"], tmp_path / "report")
+    errors = capsys.readouterr().err
+    assert f"left out: {tmp_path / 'typo'}: it is not the folder of a run" in errors
+    assert "the runs of ppo_discrete.py, CartPole-v1, ppo_discrete come from 2 versions of it" in errors
 
 
 def test_trials_of_a_search_are_left_out(run_dir, tmp_path, capsys):
@@ -218,10 +228,10 @@ def test_a_suite_without_results(results):
 def test_a_seed_counts_once(results):
     rows = report.read_csv(RESULTS / "mujoco.csv")
     report.write_rows(results / "mujoco.csv", report.FIELDS, [*rows, rows[0]])
-    with pytest.raises(SystemExit, match="has a seed twice for Ant-v4"):
+    with pytest.raises(SystemExit, match="have a seed twice for Ant-v4"):
         report.suite_table("mujoco")
     report.write_rows(results / "mujoco.csv", report.FIELDS, [*rows, rows[0] | {"exp_name": "mine", "seed": "7"}])
-    with pytest.raises(SystemExit, match="has runs of several names for Ant-v4"):
+    with pytest.raises(SystemExit, match="several names for Ant-v4"):
         report.suite_table("mujoco")
     report.write_rows(results / "mujoco.csv", report.FIELDS, [*rows, rows[0] | {"flags": "--gamma=0.5"}])
     with pytest.raises(SystemExit, match="several settings of Ant-v4"):  # README's rows do not name the setting

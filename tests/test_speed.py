@@ -38,8 +38,10 @@ def test_cpu_time_does_not_count_waiting(tmp_path):
     assert speed.seconds(command, str(tmp_path)) > 0.5 > 0.3 > speed.seconds(command, str(tmp_path), cpu_time=True)
 
 
-def test_speed_beside_another_commit():
-    """The same command lines, but for the folder of the script."""
+def test_speed_beside_another_commit(tmp_path, monkeypatch):
+    """The same command lines, but for the folder of the script. A script in the current folder is not meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ppo_discrete.py").touch()
     case = speed.beside(Path("/elsewhere"), speed.make_cases()["discrete"])
     assert list(case) == ["before", "ppo_discrete"]
     before, mine = (run(100) for run, *_ in case.values())

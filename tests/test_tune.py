@@ -125,3 +125,8 @@ def test_what_cannot_be_searched(tmp_path, main, changes, message):
     """Refused before a study is made: its name stays free."""
     refused = main(tune, write_sweep(tmp_path, **changes), "--study=s", f"--runs-dir={tmp_path}/runs")
     assert message in refused.returncode and not (tmp_path / "runs").exists()
+
+
+def test_results_of_a_mistyped_study(tmp_path, main):
+    refused = main(tune, write_sweep(tmp_path), "--study=typo", "--trials=0", f"--runs-dir={tmp_path}/runs")
+    assert "--trials 0: there is no " in refused.returncode and not (tmp_path / "runs").exists()

@@ -178,6 +178,8 @@ def main():
     if not args.report:
         train_all(args, SMALL if args.small else FULL, path)
     rows = read_csv(path)
+    if not rows:
+        raise SystemExit(f"google_vs_nvidia.py: error: {path} has no runs")
     if set(Args.updates) <= {row["update"] for row in rows}:
         print(table_of_evaluations(rows), end="\n\n")
     print(table_of_differences(rows))

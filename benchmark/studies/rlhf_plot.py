@@ -34,14 +34,18 @@ PANELS = {
 
 def collect(runs_dir):
     """A row for every few iterations of every run."""
-    rows = []
+    rows, seen = [], set()
     for path in sorted(Path(runs_dir).glob("*/metrics.csv")):
         args = json.loads((path.parent / "args.json").read_text())
         table = [{name: float(value) for name, value in row.items()} for row in read_csv(path)]
-        if not table or args["model"] is not None:  # stopped in its first iteration; or another task, without its score
+        if not table or args["model"] is not None:
+            print(f"left out: {path.parent}: it has no iteration, or another task", file=sys.stderr)
             continue
         columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
         setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
+        if tuple(setting.values()) in seen:  # one curve would run through both
+            raise SystemExit(f"rlhf_plot.py: error: {path.parent} is the second run of {setting}: remove one")
+        seen.add(tuple(setting.values()))
         ends = ", ".join(f"{name} {values[0]:.3f} to {mean(values[-LAST:]):.3f}" for name, values in columns.items())
         print(", ".join(f"{name} {value}" for name, value in setting.items()) + f": {ends}")
         for i in range(0, len(table), EVERY):
@@ -84,4 +88,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in commands:
         commands[sys.argv[1]](*sys.argv[2:])
     else:
-        print(__doc__)
+        sys.exit(__doc__)

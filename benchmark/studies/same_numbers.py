@@ -39,7 +39,10 @@ def train(commit, script, flags):
 def main(before, after, script, *flags):
     (old, old_episodes), (new, new_episodes) = train(before, script, flags), train(after, script, flags)
     only_one = sorted(old.keys() ^ new.keys())
-    differences = {name: (old[name].double() - new[name].double()).abs().max() for name in old.keys() & new.keys()}
+    differences = {  # equal: infinite bounds of actions, whose difference is NaN
+        name: 0.0 if old[name].equal(new[name]) else (old[name].double() - new[name].double()).abs().max().item()
+        for name in sorted(old.keys() & new.keys())
+    }
     largest = max(differences, key=differences.get)
     print(f"{len(differences)} tensors, the largest difference is {differences[largest]:.3g} ({largest})")
     print(f"{len(old_episodes) - 1} and {len(new_episodes) - 1} episodes, equal: {old_episodes == new_episodes}")
