@@ -73,6 +73,11 @@ def number(value, unit):
     return f"{round(float(value), digits) + 0.0:,.{digits}f}"  # + 0.0: no -0.0
 
 
+def short(env_id):
+    """The name of a task in tables and pictures. OneHot/ stays: there our observations are not the task's own."""
+    return re.sub(".*:|ALE/|Image/|dm_control/", "", env_id)
+
+
 def table(columns, rows):
     """Markdown, as lines."""
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (columns, *rows)]
@@ -291,7 +296,7 @@ def suite_table(name):
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
         unit = np.abs(values).max()
-        task = re.sub(".*[:/]", "", env_id)
+        task = short(env_id)
         if not name.startswith("mujoco") or settings:
             task += f", `{script}.py{' ' * bool(settings)}{settings}`"
         cells = [task, f"{int(steps):,}", number(values.mean(), unit)]
@@ -456,7 +461,7 @@ def draw_curves(runs, path):
                 legend[text] = axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1.2)
         counts = sorted({len(curves) for curves in settings.values()})
         count = (" or " if len(counts) == 2 else " to ").join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        axis.set_title(f"{re.sub('.*[:/]|popgym-', '', env_id)} ({count} run{'s' * (count != '1')})", fontsize=10)
+        axis.set_title(f"{short(env_id).removeprefix('popgym-')} ({count} run{'s' * (count != '1')})", fontsize=10)
         axis.set_xlim(left=0)
         axis.locator_params(nbins=4)
         axis.grid(alpha=0.25)
