@@ -60,8 +60,10 @@ def test_samples_are_never_forbidden(script):
         assert part.gather(-1, choice.unsqueeze(-1)).all()
 
 
-@BOTH
-@pytest.mark.parametrize("form", ["flat", "tuple", "list", "lists", "row"])
+FORMS = [("ppo_discrete", form) for form in ("flat", "tuple", "list", "lists", "row")]
+
+
+@pytest.mark.parametrize("script, form", [*FORMS, ("ppo_rnn", "flat")], indirect=["script"])
 def test_masks_reach_the_environment(script, small_args, form):
     """Over rollouts and episodes, in training and in evaluation: the environment refuses what it forbids."""
     env_kwargs = json.dumps({"form": form})
