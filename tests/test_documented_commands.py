@@ -17,19 +17,19 @@ from conftest import ROOT, SCRIPTS, SMALL, flags_of
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/README.md", "ppo_*.py", "variants/*.py"]
 PAGES = [path for pattern in [*PAGES, "benchmark/*.py", "recipes/*.py"] for path in sorted(ROOT.glob(pattern))]
 PROGRAM = r"(?:python|torchrun|git|cp|diff|patch)"
-# What needs an account, minutes or a package: test_wandb.py, test_video.py, test_suites.py and others test these.
+# What needs an account, minutes or a package, and what the tests of each script do: test_wandb.py, test_video.py,
+# test_suites.py, test_resume.py, test_evaluate.py and others test these.
 ELSEWHERE = r"--track|--capture-video|LunarLander|(minigrid|minatar|envpool|process)_envs|popgym|shimmy|brax/"
+ELSEWHERE += r"|--preset cleanrl$|(?<!rlhf\.py) --resume|--evaluate|--export|--help"
 
 # Flags of a small run. They come before the words of the command, whose own numbers count.
 BUDGETS = dict.fromkeys(SCRIPTS, flags_of(**SMALL | {"num_steps": 4, "update_epochs": 1}))
 BUDGETS["ppo_atari"] = flags_of(num_envs=1, num_steps=4, num_minibatches=2, update_epochs=1, compile=False)
 BUDGETS["ppo_gpu_sim"] = flags_of(env_id="my_robot:make_envs", num_envs=16, num_steps=10, compile=False, device="cpu")
 BUDGETS["ppo_rlhf"] = flags_of(supervised_steps=2, batch_size=8, response_length=6, device="cpu")
-# What comes after the words: the length of the first run in a folder, and of a later one, which may resume it.
-LENGTHS = dict.fromkeys(BUDGETS, ("--total-timesteps=160", "--total-timesteps=320"))
-LENGTHS["ppo_discrete"] = ("--total-timesteps=160", "--total-timesteps=2048")  # a rollout of SB3's defaults
-LENGTHS["ppo_atari"] = ("--total-timesteps=8", "--total-timesteps=16")
-LENGTHS["ppo_rlhf"] = ("--total-episodes=16", "--total-episodes=32")
+# What comes after the words.
+LENGTHS = dict.fromkeys(BUDGETS, "--total-timesteps=320")
+LENGTHS |= {"ppo_atari": "--total-timesteps=16", "ppo_rlhf": "--total-episodes=32"}
 
 # These run in a copy of the repository, one after the other.
 FOR_A_COPY = (
@@ -88,17 +88,15 @@ def test_command_of_a_script(command, folder, main):
     if name == "ppo_rlhf":
         pytest.importorskip("transformers", reason="transformers is not installed")
     script = importlib.import_module(name)
-    first_length, length = LENGTHS[name]
-    if re.search("runs/NAME|latest|--model", command):
-        finished = main(script, *BUDGETS[name], first_length)
+    if re.search("runs/NAME|--model", command):  # only of ppo_rlhf.py
+        finished = main(script, *BUDGETS[name], "--total-episodes=16")
         assert finished.returncode == 0, finished.stderr
         (run_dir,) = folder.glob("runs/*")
         command = command.replace("runs/NAME", str(run_dir))
         command = command.replace("--model A", f"--model {run_dir}/supervised")
         command = command.replace("--reward-model B", f"--reward-model {run_dir}/reward")
     words = shlex.split(command.partition(".py")[2].replace(" FLAGS", ""))
-    if "--evaluate" in words:
-        words.append("--eval-episodes=1")
+    length = "--total-timesteps=2048" if "--num-steps 2048" in command else LENGTHS[name]
     finished = main(script, *BUDGETS[name], *words, length)
     assert finished.returncode == 0, f"{pages}: {command}: {finished.stderr}"
 
@@ -106,7 +104,9 @@ def test_command_of_a_script(command, folder, main):
 @pytest.mark.parametrize("command", NOT_RUN)
 def test_flags_of_a_command_that_is_not_run(command, folder):
     script = pytest.importorskip(script_of(command))
-    words = re.sub(r"--(resume|evaluate) \S+| FLAGS", "", command.partition(".py")[2])
+    run = r"--(?:resume|evaluate|export) (\S+)"
+    assert {*re.findall(run, command)} <= {"latest", "runs/NAME"}
+    words = re.sub(rf"{run}|--help| FLAGS", "", command.partition(".py")[2])
     settings = {**getattr(script, "PRESETS", {}), **getattr(script, "UPDATES", {})}
     for name in re.findall(r"--(?:preset|update) (\S+)", words):
         assert name in settings
@@ -127,7 +127,8 @@ def test_commands_of_a_page_in_a_copy(page, tmp_path):
         shutil.copy(copy / "ppo_continuous.py", copy / name)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in SHOWN[page]:
-        if command in OF_A_COPY:
+        again = page.startswith("recipes") and command == "python recipes/refresh.py"  # slow; CONTRIBUTING.md has it
+        if command in OF_A_COPY and not again:
             for word, own in OWN_WORDS.items():
                 command = command.replace(word, own)
             finished = subprocess.run(
