@@ -13,6 +13,8 @@ import report as reports
 import run as suites
 import run_folder
 
+import ppo_continuous
+
 ENVIRONMENT = """
 import gymnasium as gym
 import numpy as np
@@ -46,11 +48,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_from_the_copy_to_the_plot(folder, main, capsys):
-    """run.py trains seeds of the copy and of the original, report.py draws both, compare.py prints the difference. Each
-    has the label of its file. A second call trains nothing; a damaged run is named and left out."""
+    """run.py trains seeds of the copy, report.py draws them beside the original's, compare.py prints the difference.
+    Each has the label of its file. A second call trains nothing; a damaged run is named and left out."""
     flags = ["--env-ids=my_envs:Point-v0", "--", "--eval-episodes=1", *flags_of(**SMALL)]
     assert main(suites, "--script=my_ppo.py", "--seeds=2", *flags).returncode == 0
-    assert main(suites, f"--script={ROOT / 'ppo_continuous.py'}", "--seeds=2", *flags).returncode == 0
+    for seed in (1, 2):
+        assert main(ppo_continuous, "--env-id=my_envs:Point-v0", f"--seed={seed}", *flags_of(**SMALL)).returncode == 0
     runs = sorted(folder.glob("runs/my_envs-Point-v0__*"))
     assert len(runs) == 4
     again = main(suites, "--script=my_ppo.py", "--seeds=2", *flags)
