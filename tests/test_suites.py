@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, flags_of, run
+from conftest import ROOT, SMALL, flags_of
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import run as suites
@@ -44,17 +44,21 @@ def test_task_of_an_optional_package(suite, env_id, tmp_path, main):
 
 
 @pytest.mark.parametrize(
-    "name, task",
+    "script, task",
     [
         ("ppo_discrete", "minatar_envs:MinAtar/Breakout-v1"),
         ("ppo_discrete", "minigrid_envs:Image/MiniGrid-FourRooms-v0"),
         ("ppo_continuous", "envpool_envs:EnvPool/HalfCheetah-v4"),
     ],
+    indirect=["script"],
 )
-def test_package_is_not_installed(name, task, tmp_path):
-    """The last line says what to install."""
-    package = task.partition("_")[0]
+def test_package_is_not_installed(script, task, tmp_path, monkeypatch, main):
+    """The error says what to install."""
+    module = task.partition(":")[0]
+    package = module.removesuffix("_envs")
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")")
-    finished = run(name, f"--env-id=benchmark.{task}", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    line = finished.stderr.splitlines()[-1]
-    assert finished.returncode == 1 and f"No module named '{package}': python -m pip install" in line
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [x for x in sys.modules if x.partition(".")[0] == package or x == f"benchmark.{module}"]:
+        monkeypatch.delitem(sys.modules, name)  # imported by another test
+    with pytest.raises(ModuleNotFoundError, match=f"^No module named '{package}': python -m pip install"):
+        main(script, f"--env-id=benchmark.{task}")
