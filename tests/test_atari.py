@@ -7,6 +7,7 @@ import sys
 import ale_py
 import gymnasium as gym
 import numpy as np
+import probes
 import pytest
 import torch
 from conftest import ROOT
@@ -307,6 +308,38 @@ def test_a_vector_without_bytes_is_refused(tmp_path):
     """Its images would be cut to 0 and 1."""
     with pytest.raises(script.UsageError, match="no uint8 images"):
         train(tmp_path, env_id="images/Floats-v0")
+
+
+class Masked(probes.Masked):
+    """The choices that are allowed are bright columns of a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gym.spaces.Box(0, 255, (40, 48, 3), np.uint8)
+
+    def observe(self):
+        allowed, infos = super().observe()
+        image = np.zeros((40, 48, 3), np.uint8)
+        image[:, :5] = 255 * allowed[:, None]
+        return image, infos
+
+
+gym.register("images/Masked-v0", Masked)
+
+
+def test_masks(tmp_path, watch):
+    """The environment refuses what it forbids, in training and in evaluation. The update has the masks that the
+    pictures show. predict takes one or many, with an array for each dimension too."""
+    minibatches = watch(script, "ppo_loss")
+    agent, run_dir = train(tmp_path, env_id="images/Masked-v0")
+    for (_, _, mb_obs, _, mb_masks, *_), _ in minibatches:
+        assert torch.equal(mb_masks, mb_obs[:, 0, :5, 0].bool()) and not mb_masks.all()
+    args = script.load_args(run_dir)
+    for args.eval_deterministic in (True, False):
+        script.evaluate(agent, args, 5)
+        image, masks = np.zeros((40, 48, 3), np.uint8), [([0, 0, 1], [1, 0]), ([1, 0, 0], [0, 1])]
+        assert agent.predict(image, args.eval_deterministic, masks[0]).tolist() == [2, 0]
+        assert agent.predict(np.stack([image] * 2), args.eval_deterministic, masks).tolist() == [[2, 0], [0, 1]]
 
 
 def test_images_through_the_wrappers_of_gymnasium(tmp_path):
