@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import probe, scalars
+from conftest import ONE, probe, scalars
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -15,6 +15,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 NO_MEMORY = pytest.mark.parametrize("script", ["ppo_continuous", "ppo_discrete"], indirect=True)
 
 
+@ONE
 @pytest.mark.parametrize("T, lam", [(40, 0.9), (40, 0.0), (40, 1.0), (1, 0.9)])
 def test_same_as_sb3_rollout_buffer(script, T, lam):
     """SB3 adds gamma * V(final observation) to the reward of a truncated step and then treats it as done. The next

@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import act, make_agent, probe
+from conftest import RNN, act, make_agent, probe
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
@@ -70,6 +70,7 @@ def test_loaded_agent_acts_as_the_trained_one(script, small_args):
     assert all(space.contains(action) for action in act(loaded, raw_obs * 1e6))
 
 
+@RNN
 def test_module_of_a_user_whose_name_begins_like_the_bounds(script, small_args, monkeypatch):
     """`action_rms` is no bound of the action space: a resumed run and load_agent take it like any other module."""
 

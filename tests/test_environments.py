@@ -170,6 +170,7 @@ class Space(probes.Target):
 probes.register("Space", Space)
 
 
+@ONE
 @pytest.mark.parametrize("space", Space.SPACES)
 def test_observations_that_are_no_vector(script, tmp_path, main, space):
     """One line names the space and says what helps; nothing is made."""

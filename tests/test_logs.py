@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT, probe, rows, scalars
+from conftest import ONE, ROOT, probe, rows, scalars
 from probes import CHAIN_GAMMA, CHAIN_VALUES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -58,6 +58,7 @@ def test_episodes_span_rollouts(script, small_args):
     assert logged == sorted({(end + 3) // 4 * 4 for end in ends}) and len(logged) < 34
 
 
+@ONE
 def test_speed_is_that_of_the_iteration(script, small_args):
     """charts/SPS does not drag the first iteration along, in which functions are compiled; here its first step is slow.
     The rows of an iteration tell when it ended, to a hundredth of a second."""
