@@ -73,7 +73,7 @@ class Target(gym.Env):
 
 
 class Broken(Target):
-    """At its 300th step it returns NaN in the reward, raises, or is interrupted. "slow" only has a slow first step."""
+    """At its 44th step it returns NaN in the reward, raises, or is interrupted. "slow" only has a slow first step."""
 
     def __init__(self, discrete, where="reward"):
         super().__init__(discrete)
@@ -82,11 +82,11 @@ class Broken(Target):
     def step(self, action):
         obs, reward, terminated, truncated, infos = super().step(action)
         self.steps += 1
-        if self.steps == 300 and self.where == "reward":
+        if self.steps == 44 and self.where == "reward":
             reward = np.nan
-        if self.steps == 300 and self.where == "raise":
+        if self.steps == 44 and self.where == "raise":
             raise RuntimeError("the simulator is lost")
-        if self.steps == 300 and self.where == "interrupt":
+        if self.steps == 44 and self.where == "interrupt":
             raise KeyboardInterrupt
         if self.steps == 1 and self.where == "slow":
             time.sleep(0.5)
