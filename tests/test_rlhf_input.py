@@ -21,14 +21,15 @@ def test_a_sweep_command_line():
     assert ppo_rlhf.parse_args([]) == ppo_rlhf.Args()
 
 
-@pytest.fixture
-def others(model_folders, tmp_path):
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
     """What users may give by mistake."""
+    folder = tmp_path_factory.mktemp("others")
     words = {word: number for number, word in enumerate(["<eos>", "other", "words"])}
     tokenizer = ppo_rlhf.tokenizers.Tokenizer(ppo_rlhf.tokenizers.models.WordLevel(words, unk_token="<eos>"))
     other = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
     _, _, reward_model = ppo_rlhf.make_builtin_models(ppo_rlhf.Args(supervised_steps=1))
-    save(reward_model, other, tmp_path / "other")
+    save(reward_model, other, folder / "other")
     texts = {"empty.txt": "how is the soup ?\n\nhow is the cake ?\n", "nothing.txt": "", "long.txt": "soup " * 59}
     texts |= {"chat.jsonl": CHAT + "\n", "null.jsonl": '{"prompt": "soup"}\n{"prompt": null}\n'}
     texts |= {"bad.jsonl": '{"text": "soup"}\n', "blank.jsonl": '{"prompt": "soup\u2028"}\n{"prompt": "  "}\n'}
@@ -40,9 +41,9 @@ def others(model_folders, tmp_path):
     texts |= {"pretty.txt": '[\n  {\n    "prompt": "soup"\n  }\n]\n', "data.txt": "PAR1\0\0\x15"}
     texts |= {"table.csv": "prompt,answer\nsoup,good\n"}
     for name, text in texts.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")  # U+2028 ends no line of a file
-    (tmp_path / "latin.txt").write_text("a caf\u00e9\n", encoding="latin-1")
-    return tmp_path
+        (folder / name).write_text(text, encoding="utf-8")  # U+2028 ends no line of a file
+    (folder / "latin.txt").write_text("a caf\u00e9\n", encoding="latin-1")
+    return folder
 
 
 CHAT = '{"prompt": [{"role": "user", "content": "how is the soup ?"}]}'
@@ -92,7 +93,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(rlhf_args, model_folders, others, case, main):
+def test_bad_input(rlhf_args, model_folders, others, case, main, tmp_path):
     changes, message = BAD[case]
     message = message.replace("HERE", str(others)).replace("FOLDERS", str(model_folders))
     flags = {name: value for name, value in (vars(rlhf_args()) | changes).items() if value is not None}
@@ -100,7 +101,7 @@ def test_bad_input(rlhf_args, model_folders, others, case, main):
     refused = main(ppo_rlhf, *flags)
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
     assert refused.stderr.startswith("ppo_rlhf.py: error: ") and message in refused.stderr
-    assert not (others / "runs").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_resumed_run_keeps_what_it_began_with(rlhf_args, main):
