@@ -9,19 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import probes  # noqa: F401
 import pytest
 import torch
+from processes import Started, kill_what_is_left, run_last_block, run_main, wait_for  # noqa: F401
 from tensorboard.summary.writer import event_file_writer
 from torch.utils._pytree import tree_map_only
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(ROOT), str(TESTS)]
-
-import probes  # noqa: E402, F401
-from processes import Started, kill_what_is_left, run_last_block, run_main, wait_for  # noqa: E402, F401
-
 torch.set_num_threads(1)
 # TensorBoard reads files in the order of their names, which end in a second and a counter of this process: 10 is before
 # 9 where two runs begin in one second, as they only do here.

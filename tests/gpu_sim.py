@@ -1,16 +1,11 @@
 """What the tests of variants/ppo_gpu_sim.py share: the script, small runs, agents, simulators."""
 
-import sys
-
 import gymnasium as gym
 import numpy as np
+import ppo_gpu_sim as script
 import torch
 import torch_envs
-from conftest import ROOT
 from torch.nn.utils import parameters_to_vector
-
-sys.path.insert(0, str(ROOT / "variants"))
-import ppo_gpu_sim as script
 
 # What makes a run small enough for a test, for every update.
 SMALL = {"env_id": "torch_envs:drift", "num_envs": 16, "num_steps": 10, "num_minibatches": 4, "update_epochs": 2}

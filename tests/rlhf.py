@@ -1,15 +1,12 @@
 """What the tests of variants/ppo_rlhf.py share: the script, its logs, what makes a run small."""
 
 import csv
-import sys
 
 import pytest
-from conftest import ROOT
 
 transformers = pytest.importorskip(
     "transformers", reason="variants/ppo_rlhf.py is not tested: pip install -r variants/requirements.txt"
 )
-sys.path.insert(0, str(ROOT / "variants"))
 import ppo_rlhf  # noqa: E402
 
 EOS = 0  # of the built-in tokenizer, which pads with it too

@@ -7,14 +7,12 @@ import sys
 import ale_py
 import gymnasium as gym
 import numpy as np
+import ppo_atari as script
 import probes
 import pytest
 import torch
 from conftest import ROOT
 from filelock import FileLock
-
-sys.path.insert(0, str(ROOT / "variants"))
-import ppo_atari as script
 
 SMALL = {"num_envs": 4, "num_steps": 16, "total_timesteps": 256, "num_minibatches": 2, "update_epochs": 2}
 SMALL |= {"compile": False, "device": "cpu"}

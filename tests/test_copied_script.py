@@ -2,16 +2,13 @@
 
 import re
 import shutil
-import sys
 
-import pytest
-from conftest import ROOT, SMALL, flags_of
-
-sys.path.insert(0, str(ROOT / "benchmark"))
 import compare
+import pytest
 import report as reports
 import run as suites
 import run_folder
+from conftest import ROOT, SMALL, flags_of
 
 import ppo_continuous
 

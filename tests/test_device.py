@@ -1,12 +1,7 @@
 """Which GPU a process uses. The calls are recorded: no GPU is needed."""
 
-import sys
-
 import pytest
 import torch
-from conftest import ROOT
-
-sys.path.append(str(ROOT / "variants"))
 
 
 @pytest.mark.parametrize("environment, device", [({}, "cuda:1"), ({"LOCAL_RANK": "3"}, "cuda:3")])

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import re
-import sys
 import textwrap
 
 import numpy as np
@@ -36,7 +35,6 @@ def test_links_lead_somewhere():
 
 def test_commands_of_the_benchmark_parse(tmp_path):
     """Those of its tools in docs/ and their docstrings; what follows `--` is for the script."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
     import report
     import run
     import speed
@@ -56,9 +54,8 @@ def test_commands_of_the_benchmark_parse(tmp_path):
                 assert (ROOT / args.sweep).is_file()
 
 
-def test_table_of_defaults(monkeypatch):
+def test_table_of_defaults():
     """That of docs/choices.md. A dash stands for no such flag."""
-    monkeypatch.syspath_prepend(ROOT / "variants")
     rows = re.findall(r"^\| `--([\w-]+)` \| (.*) \|$", DOCS["choices"], re.M)
     assert len(rows) > 15
     columns = [importlib.import_module(name).Args for name in (*SCRIPTS[:2], "ppo_atari", "ppo_rnn")]

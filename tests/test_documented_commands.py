@@ -73,7 +73,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def score(prompts, answers):\n    return [len(x) for x in answers]\n")
     (tmp_path / "prompts.txt").write_text("how is the soup ?\ntell us about the cake please .\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "variants")
     monkeypatch.setattr(sys, "path", [x for x in sys.path if x])  # the scripts add the current folder themselves
     yield tmp_path
     for name in ("my_module", "my_robot", "my_rewards"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, scalars
+from conftest import SMALL, scalars
 
 from recipes import episodes, small, with_recipes
 
@@ -129,13 +129,12 @@ def test_keep_checkpoints(tmp_path):
     assert [kept[0].obs_rms.count, kept[1].obs_rms.count] == [480, 800]
 
 
-def test_bfloat16(tmp_path, monkeypatch):
+def test_bfloat16(tmp_path):
     """The first minibatch has ratio 1. The gradient is close to that of float32: bfloat16 has 8 bits, and the
     terms of 64 steps nearly cancel."""
     small = {"num_envs": 2, "num_steps": 32, "total_timesteps": 64, "num_minibatches": 1, "update_epochs": 1}
     small |= {"compile": False, "device": "cpu", "runs_dir": str(tmp_path)}
     gradients = []
-    monkeypatch.syspath_prepend(ROOT / "variants")
     for recipes in (["bfloat16"], []):
         script = with_recipes("ppo_atari", *recipes)
         agent, run_dir = script.train(script.Args(**small))

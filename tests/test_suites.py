@@ -5,11 +5,9 @@ import json
 import sys
 
 import pytest
-import torch
-from conftest import ROOT, SMALL, flags_of
-
-sys.path.insert(0, str(ROOT / "benchmark"))
 import run as suites
+import torch
+from conftest import SMALL, flags_of
 
 PACKAGES = {"box2d": "Box2D", "minatar": "minatar", "minigrid": "minigrid", "dm_control": "dm_control"}
 PACKAGES |= {"popgym": "popgym"}
