@@ -3,18 +3,15 @@
 import json
 import re
 import shutil
-import sys
 
+import compare
 import numpy as np
 import pytest
+import report
+import run_folder
 from conftest import ROOT, run
 
 import ppo_discrete
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import compare
-import report
-import run_folder
 
 RESULTS = ROOT / "benchmark" / "results"
 FIGURES = {"evaluation": 12.5, "commit": "0123abc", "versions": "torch 9", "hardware": "a processor"}  # as run.py's

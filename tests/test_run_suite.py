@@ -10,14 +10,12 @@ import threading
 import time
 
 import pytest
+import run as suites
+import run_folder
 import torch
 from conftest import ROOT, wait_for
 
 import ppo_discrete
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import run as suites
-import run_folder
 
 QUICK = ["--no-compile", "--update-epochs=1", "--checkpoint-interval=1", "--eval-episodes=1"]  # for the script
 

@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import speed
 import torch
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import speed
 
 RESULTS = ROOT / "benchmark" / "results"
 

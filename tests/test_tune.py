@@ -7,15 +7,13 @@ from pathlib import Path
 
 import optuna
 import pytest
+import run_folder
+import tune
 import yaml
 from conftest import ROOT
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 import ppo_discrete
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import run_folder
-import tune
 
 SWEEPS = sorted((ROOT / "benchmark" / "sweeps").glob("*.yaml"))
 
