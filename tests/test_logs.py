@@ -40,9 +40,9 @@ def test_one_point_per_metric_and_iteration(script, run_dir):
     np.testing.assert_allclose(last, expected, rtol=1e-4)
 
 
-def test_episodes_span_rollouts(script, small_args):
+def test_episodes_span_rollouts(script, small_args, capsys):
     """Chain episodes of 3, 5, 2 and 7 steps in rollouts of 4: whole lengths and raw, undiscounted returns. An iteration
-    in which none ends has no point."""
+    in which none ends has no point. Without a terminal 20 lines show the progress, and the last return is printed."""
     sizes = {"num_steps": 4, "num_envs": 1, "total_timesteps": 136, "num_minibatches": 1}
     _, run_dir = script.train(small_args(env_id=probe(script, "Chain"), **sizes))
     table = rows(run_dir)[1:]
@@ -54,6 +54,8 @@ def test_episodes_span_rollouts(script, small_args):
         length = int(row[2])
         rewards = CHAIN_VALUES[:length] - CHAIN_GAMMA * CHAIN_VALUES[1 : length + 1]
         assert float(row[1]) == pytest.approx(rewards.sum(), rel=1e-5)
+    text, mean = capsys.readouterr().out, np.mean([float(row[1]) for row in table])
+    assert text.count(" steps/s\n") == 20 and f"mean return of the last 32 episodes: {mean:.1f}\n" in text
     logged = [step for step, _ in scalars(run_dir)["charts/episodic_length"]]
     assert logged == sorted({(end + 3) // 4 * 4 for end in ends}) and len(logged) < 34
 
