@@ -101,7 +101,7 @@ class Args:  # the comments are what --help prints
     anneal_std: bool = True  # scale the learned standard deviation by sin(pi/2 * fraction of the run left)
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other defaults already equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(
     num_envs=1, num_steps=2048, num_minibatches=32, stagger_envs=False, recompute_advantages=False, norm_adv=True,
     clip_vloss=True, ent_coef=0.0, vf_coef=0.5, target_kl=None, log_std_init=0.0, log_std_min=-20.0,
@@ -154,7 +154,7 @@ class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of observations and returns.
 
     raw_obs come from the environment; obs come from normalize_obs. To use your own network, replace self.actor,
-    (..., D) -> (..., A), and self.critic, (..., D) -> (..., 1)."""
+    (..., D) -> (..., A), and self.critic, (..., D) -> (..., 1). No dropout, no batch norm: nothing calls `eval`."""
 
     def __init__(self, obs_shape, action_low, action_high, args):
         super().__init__()
@@ -339,8 +339,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
-        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above: later ones are
-        # not trained. Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
+        # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
+        # Create all modules in Agent: later ones do not learn, nor does an optimizer of agent.parameters().
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -366,7 +366,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # Numbers in args are constants to compiled code. A schedule of args.ent_coef needs a tensor: see `compiled`.
+        # A changed number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -396,14 +396,14 @@ def train(args=None, resume=None):
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += N
-                if truncated.any():  # raw_next_obs begins the next episode; infos has the final observation
+                if truncated.any():  # SAME_STEP: raw_next_obs begins the next episode; infos has the final observation
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
                 episode_over = terminated | truncated
                 for i in np.flatnonzero(episode_over & ~shortened):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: VectorMember's list
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                 episode_returns[episode_over], episode_lengths[episode_over] = 0, 0
@@ -483,7 +483,7 @@ def check(args):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` in this process compiled
+    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
@@ -509,9 +509,9 @@ class VectorMember(gym.Wrapper):
             return obs, reward, terminated, truncated, {}
         numbers = {}
         for name, value in info.items():
-            with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
+            with contextlib.suppress(Exception):  # not a number
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. In a list: gymnasium would merge a bare dict into arrays.
+        # Copy obs: the reset may overwrite it. gymnasium would merge a bare dict into arrays, but no list.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
 

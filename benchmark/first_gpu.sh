@@ -5,8 +5,8 @@
 #     bash benchmark/first_gpu.sh compare    # 8 minutes: rsl_rl and LeanRL on this card; the same weights by graphs?
 #     bash benchmark/first_gpu.sh learn      # 9 minutes (SECONDS_TO_LEARN=540): Pong, with 64 games
 #
-# LEANRL=PATH, a checkout of LeanRL at 760837e, adds it to `compare`. Without a network, WHEELS=FOLDER installs the wheels of a
-# folder into ./site first. This fills it, for Python 3.12, beside a torch with CUDA that is there already:
+# With LEANRL=PATH, a checkout of LeanRL at 760837e, `compare` also times LeanRL. Without a network, WHEELS=FOLDER first
+# installs the wheels of a folder into ./site. This fills it, for Python 3.12, beside a torch with CUDA:
 #     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #         --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d WHEELS \
 #         gymnasium==1.4.0 farama-notifications ale-py==0.12.1 tyro==1.0.17 docstring-parser typeguard mujoco==4.0.0 \
@@ -63,8 +63,11 @@ print('torch', torch.__version__, 'gymnasium', gymnasium.__version__, 'ale-py', 
     ;;
 compare)
     part learner of ppo_gpu_sim.py beside rsl_rl
-    timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py --repeats 1 --device "$DEVICE" || failed=1
-    cp benchmark/studies/speed_gpu_sim.csv "$OUT"
+    if timeout 120 $PYTHON benchmark/studies/speed_gpu_sim.py --repeats 1 --device "$DEVICE"; then
+        cp benchmark/studies/speed_gpu_sim.csv "$OUT"
+    else
+        failed=1
+    fi
     # Without TF32 on either side. On a CPU the two differ by at most 3e-8.
     part weights after one iteration, with CUDA graphs and without compilation
     export NVIDIA_TF32_OVERRIDE=0
@@ -75,7 +78,7 @@ compare)
     (cd variants && $PYTHON -c "import glob, ppo_atari
 a, b = (ppo_atari.load_agent(glob.glob(f'$RUNS/*one--{flag}__*')[-1]) for flag in ('compile', 'no-compile'))
 for (name, x), y in zip(a.named_parameters(), b.parameters()):
-    print(f'{name:16} size {x.abs().max():.2e}, differs by {(x - y).abs().max():.2e}')")
+    print(f'{name:16} size {x.abs().max():.2e}, differs by {(x - y).abs().max():.2e}')") || failed=1
     for case in atari-8 atari-128; do
         part "$case: ours, LeanRL, the games alone"
         speed="timeout 200 $PYTHON benchmark/speed.py $case --repeats 1 --scale $SHARE"
@@ -86,6 +89,7 @@ learn)
     part Pong, 64 games
     timeout -s INT "${SECONDS_TO_LEARN:-540}" $PYTHON variants/ppo_atari.py --env-id ALE/Pong-v5 --device "$DEVICE" \
         --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$RUNS"
+    (($? == 0 || $? == 124)) || failed=1 # 124: stopped in time
     gzip -c "$RUNS"/*Pong*/episodes.csv > "$OUT/pong_episodes.csv.gz"
     $PYTHON -c "import glob, torch
 saved = torch.load(glob.glob('$RUNS/*Pong*/checkpoint.pt')[0], map_location='cpu')

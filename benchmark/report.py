@@ -131,10 +131,11 @@ def summarise_all(run_dirs, suite=""):
     versions = {}
     for run_dir, row in found:
         copy = run_dir / f"{row['script']}.py"
-        versions.setdefault((copy.name, row["env_id"], row["exp_name"]), set()).add(copy.read_text())
-    for names, texts in versions.items():
+        key = (row["env_id"], row["exp_name"], row["flags"], row["global_step"], copy.name)
+        versions.setdefault(key, set()).add(copy.read_text())
+    for (env_id, name, *_, script), texts in versions.items():
         if len(texts) > 1:
-            print(f"warning: the runs of {', '.join(names)} come from {len(texts)} versions of it", file=sys.stderr)
+            print(f"warning: {env_id}, {name}: its runs come from {len(texts)} versions of {script}", file=sys.stderr)
     if not found:
         of_suite = " of this suite" if tasks else ""
         raise SystemExit(f"report.py: error: none of these is the folder of a finished run{of_suite}; runs/* are meant")
@@ -275,7 +276,7 @@ def one_setting(name):
     groups, rows = read_suite(name), {}
     for (env_id, _, settings, steps), found in groups.items():
         if env_id in rows:
-            raise SystemExit(f"the results of {name} have several settings of {env_id}: {steps} steps {settings}")
+            raise SystemExit(f"{name} has several settings of {env_id}, one with {steps} steps {settings}")
         rows[env_id] = found
     return rows
 
@@ -525,9 +526,7 @@ class Args:
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.publish == "readme" and args.runs:
-        raise SystemExit("report.py: error: --publish readme takes no run folders: first --publish their suite")
-    elif args.publish == "readme":
+    if args.publish == "readme":
         write_readme()
     elif not args.runs:
         raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")

@@ -5,10 +5,10 @@
     python benchmark/run.py --suite mujoco --first-seed 6          # five more, 6 to 10
     python benchmark/run.py --suite mujoco --exp-name slow -- --learning-rate 1e-4   # after --: for the scripts
     python benchmark/run.py --script my_ppo.py --env-ids Hopper-v4 my_module:Mine-v0 --seeds 3    # a copy of a script
-    python benchmark/report.py runs/* --publish mujoco             # then: into benchmark/results/mujoco.csv
+    python benchmark/report.py runs/* --publish mujoco        # then put them into benchmark/results/mujoco.csv
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
-others resume from their checkpoint. A script that has changed since needs another --exp-name or --runs-dir. Two
+others resume from their checkpoint. After an edit of a script, give another --exp-name or --runs-dir. Two
 commands may work on one --runs-dir: a run's log is locked while it trains or plays, and the other command waits. To
 share the work, give each command its own --tasks, or --first-seed and --seeds.
 When a run fails the others go on; it is named at the end, and the exit status is 1.
@@ -35,6 +35,7 @@ import torch
 import tyro
 from run_folder import (
     WHERE_AND_HOW,
+    flags_of,
     is_finished,
     load_checkpoint,
     load_script,
@@ -116,18 +117,19 @@ def make_jobs(args, flags=()):
     for job in jobs:
         if run_dir := made_by_another_version(job):
             text = f"{job.script.name} has changed since {run_dir}: give another --exp-name or --runs-dir"
-            raise SystemExit(f"{text}, or delete that run")
+            raise SystemExit(f"{text}, or delete its runs")
     return jobs
 
 
 def made_by_another_version(job):
-    """A run of this task and --exp-name, of any seed, that another version of the script has made; or None. A table
-    would show both versions as one setting."""
-    wanted = {"script": job.script.stem, "env_id": job.env_id, "exp_name": job.parsed.exp_name}
+    """A run, of any seed, that another version of the script has made; or None. A table would have one row for both."""
+    names = {"script": job.script.stem, "env_id": job.env_id, "exp_name": job.parsed.exp_name}
+    flags = flags_of(json.loads(json.dumps(vars(job.parsed))), job.script)
     for run_dir in job.runs_dir.glob(f"{job.name.rpartition('__')[0]}__*"):
         with contextlib.suppress(OSError, ValueError):  # damaged: run_job names it
-            same = wanted.items() <= read_args(run_dir).items() and (run_dir / "checkpoint.pt").is_file()
-            if same and (run_dir / job.script.name).read_text() != job.script.read_text():
+            copy, args = run_dir / job.script.name, read_args(run_dir)
+            same_row = names.items() <= args.items() and flags_of(args, copy) == flags
+            if same_row and (run_dir / "checkpoint.pt").is_file() and copy.read_text() != job.script.read_text():
                 return run_dir
     return None
 

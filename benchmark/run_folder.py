@@ -86,7 +86,8 @@ def machine():
     with contextlib.suppress(FileNotFoundError):  # a machine without git
         git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
         commit = git(["git", "describe", "--always"]).stdout.strip()
-        if commit and git(["git", "status", "--porcelain", "--", "*.py"]).stdout:  # also an untracked copy of a script
+        changed = git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode  # new rows of results do not count
+        if commit and changed:
             commit += "-dirty"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     hardware = model[1] if model else platform.processor()
@@ -128,7 +129,7 @@ def read_record(run_dir, global_step):
     """What run.py has recorded about the agent of this step: evaluation, commit, hardware; {} if nothing."""
     path = run_dir / "benchmark.json"
     record = json.loads(path.read_text()) if path.exists() else {}
-    return record if record.get("global_step") == global_step else {}  # an agent may have learned since
+    return record if record.get("global_step", global_step) == global_step else {}  # else it has learned since
 
 
 def defaults_of(path):
@@ -141,6 +142,13 @@ def defaults_of(path):
         with contextlib.suppress(ValueError, AttributeError):  # a docstring, or a default that is computed
             defaults[field.target.id] = ast.literal_eval(field.value)
     return json.loads(json.dumps(defaults))  # tuples as lists
+
+
+def flags_of(args, path):
+    """Text: the arguments that differ from the defaults of a script."""
+    defaults = defaults_of(path)
+    changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
+    return " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed)
 
 
 def rolling_mean(returns):
@@ -181,8 +189,6 @@ def summarise(run_dir):
     if not episodes:
         return None
     args = read_args(run_dir)
-    defaults = defaults_of(run_dir / f"{args['script']}.py")
-    changed = [name for name in args if name not in WHERE_AND_HOW and args[name] != defaults.get(name)]
     checkpoint = load_checkpoint(run_dir)
     last_100 = [float(row["episodic_return"]) for row in episodes[-100:]]
     record = read_record(run_dir, checkpoint["global_step"])
@@ -197,7 +203,7 @@ def summarise(run_dir):
         "episodes": len(episodes),
         "falls": falls(args["env_id"], args["env_kwargs"], episodes, checkpoint["global_step"]),
         "seconds": f"{checkpoint['seconds']:.0f}",
-        "flags": " ".join(f"--{name.replace('_', '-')}={args[name]}" for name in changed),
+        "flags": flags_of(args, run_dir / f"{args['script']}.py"),
         "versions": record.get("versions", ""),
         "commit": record.get("commit", ""),
         "hardware": record.get("hardware", ""),

@@ -31,10 +31,9 @@ SCHEDULE = """
 )
 def test_compiled_equals_eager(tmp_path, monkeypatch, name, flags):
     """In a copy of the script that schedules coefficients in the loop: after two iterations the learner, its
-    statistics, its optimizer and its logs are those of eager mode, and not those of a run without the schedule. The
-    same seed gives the same bits, compiled too.
-    (The traps: a compiled function that leaves a tensor as it was, and a number that became a constant.) The second
-    case of ppo_rnn.py is only traced: building its kernels takes long."""
+    statistics, its optimizer and its logs are those of eager mode, and not those of a run without the schedule. (The
+    traps: a compiled function that leaves a tensor as it was, and a number that became a constant.) In ppo_discrete.py
+    a second compiled run has the same bits. The GRU is only traced, without kernels: building them takes long."""
     if "cell" in flags:
         quick_compile(monkeypatch)
     text, place = (ROOT / f"{name}.py").read_text(), "            remaining = 1.0 -"

@@ -13,6 +13,7 @@ from conftest import ROOT, SMALL, flags_of
 import ppo_continuous
 
 ENVIRONMENT = """
+import atexit
 import gymnasium as gym
 import numpy as np
 
@@ -30,6 +31,7 @@ class Point(gym.Env):
 
 
 gym.register("Point-v0", Point, max_episode_steps=10)
+atexit.register(print, "an evaluation's last line")
 """
 
 

@@ -45,7 +45,7 @@ def test_no_checkpoint_of_nan(script, small_args, main):
 
 
 CASES = [(script, *case) for script in SCRIPTS for case in (("NanLater", "observations"), ("NanReward", "rewards"))]
-CASES += [(SCRIPTS[0], "NanLast", "weights")]  # the next test finds these in every script
+CASES += [(SCRIPTS[0], "NanLast", "weights")]  # test_weights_that_are_not_finite_are_not_saved has all
 
 
 @pytest.mark.parametrize("script, name, source", CASES, indirect=["script"])

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ATARI, SIM, RLHF = "variants/ppo_atari", "variants/ppo_gpu_sim", "variants/ppo_rlhf"
-# What is about actions, observations or memory. All else that has one name has one text,
+# These are about actions, observations or memory. All else that has one name has one text.
 OWN = {"Args", "Agent", "make_envs", "load_agent", "evaluate", "train"}
-OWN_OF = {  # but for what else differs between two scripts. A name stands here only where it does differ.
+OWN_OF = {  # What else differs between two scripts. A name that does not differ fails the test.
     ("ppo_continuous", "ppo_discrete"): {"VectorMember", "ppo_loss", "main"},
     ("ppo_continuous", "ppo_rnn"): {"VectorMember", "ppo_loss", "main", "check", "estimate_advantages"},
     ("ppo_discrete", "ppo_rnn"): {"ppo_loss", "check", "estimate_advantages"},

@@ -1,4 +1,4 @@
-"""recipes/: every diff applies to the scripts as they are, trains, resumes and loads."""
+"""recipes/: every diff applies to the scripts as they are. All but three train, resume and load here."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ def scripts_of(name):
     return re.findall(r"^diff --git a/(?:variants/)?(ppo_\w+)\.py ", text, re.M)
 
 
-# test_recipes_losses.py and test_recipes_runs.py train these.
+# test_recipes_losses.py and test_recipes_runs.py train these. Their diffs leave the agent as it is.
 TRAINED = "time_limits_as_ends", "evaluate_while_training", "exact_resume"
 PATCHED = [(script, name) for name in RECIPES for script in scripts_of(name)]
 PATCHED = [(script, name) for script, name in PATCHED if script in SCRIPTS and name not in TRAINED]  # others: variants

@@ -126,7 +126,7 @@ def test_what_is_not_shown_is_named(finished_runs, run_dir, tmp_path, capsys):
     report.write_report([run_dir, finished_runs[1], tmp_path / "typo"], tmp_path / "report")
     errors = capsys.readouterr().err
     assert f"left out: {tmp_path / 'typo'}: it is not the folder of a run" in errors
-    assert "the runs of ppo_discrete.py, CartPole-v1, ppo_discrete come from 2 versions of it" in errors
+    assert "CartPole-v1, ppo_discrete: its runs come from 2 versions of ppo_discrete.py" in errors
 
 
 def test_trials_of_a_search_are_left_out(run_dir, tmp_path, capsys):

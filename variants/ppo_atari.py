@@ -103,7 +103,7 @@ class Args:  # the comments are what --help prints
     target_kl: float | None = None  # end the update once a minibatch's KL exceeds 1.5 * target_kl; None: never
 
 
-# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other defaults already equal CleanRL's.
+# Settings for --preset NAME. From Python: Args(**PRESETS["cleanrl"]). The other hyperparameters equal CleanRL's.
 PRESETS = {"cleanrl": dict(clip_vloss=True)}
 
 
@@ -139,7 +139,7 @@ class NatureCNN(nn.Module):
 
 class Agent(nn.Module):
     """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
-    images (..., D) into features (..., 512)."""
+    images (..., D) into features (..., 512). No dropout, no batch norm: nothing calls `eval`."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
@@ -159,7 +159,7 @@ class Agent(nn.Module):
     def get_log_probs(self, features, action_mask=None):
         """features (..., 512), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         logits = self.actor(features)
-        if action_mask is not None:  # exp(min) is 0. With -inf, the entropy would be 0 * -inf = NaN
+        if action_mask is not None:  # not -inf: the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
 
@@ -298,8 +298,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above: later ones are
-        # not trained. Only the vector gets a gradient: an optimizer of agent.parameters() would learn nothing.
+        # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
+        # Create all modules in Agent: later ones do not learn, nor does an optimizer of agent.parameters().
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -323,7 +323,7 @@ def train(args=None, resume=None):
             gradient = torch.cat([x.flatten() for x in gradients])
             return gradient, metrics
 
-        # Numbers in args are constants to compiled code. A schedule of args.ent_coef needs a tensor: see `compiled`.
+        # A changed number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
@@ -351,7 +351,7 @@ def train(args=None, resume=None):
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
                 global_step += args.num_envs
-                if truncated.any():  # raw_next_obs begins the next episode; infos has the final observation
+                if truncated.any():  # SAME_STEP: raw_next_obs begins the next episode; infos has the final observation
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
                 episode_lengths += 1
@@ -361,7 +361,7 @@ def train(args=None, resume=None):
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(episode_over):
                     final_info = infos.get("final_info", {})
-                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: see VectorMember
+                    info = final_info["numbers"][i][0] if "numbers" in final_info else {}  # [0]: VectorMember's list
                     episode = {"step": global_step, "return": episode_returns[i], "length": episode_lengths[i]}
                     episodes.append(episode | {"info": info})
                 episode_returns[episode_over], episode_lengths[episode_over] = 0, 0
@@ -475,7 +475,7 @@ def gather_from_ranks(episodes):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` in this process compiled
+    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
@@ -504,9 +504,9 @@ class VectorMember(gym.Wrapper):
             return obs, reward, terminated, truncated, self.keep_mask(info)
         numbers = {}
         for name, value in info.items():
-            with contextlib.suppress(TypeError, ValueError, OverflowError):  # not a number, or too large
+            with contextlib.suppress(Exception):  # not a number
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. In a list: gymnasium would merge a bare dict into arrays.
+        # Copy obs: the reset may overwrite it. gymnasium would merge a bare dict into arrays, but no list.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action

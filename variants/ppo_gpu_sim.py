@@ -381,7 +381,7 @@ def train(args=None, resume=None):
 
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
-        # Adam is faster on one vector, so each parameter becomes a view of it. Add your modules above this line.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Create all modules in Agent.
         # Matrices come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
@@ -599,7 +599,7 @@ def gather_from_ranks(episodes):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` in this process compiled
+    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.

@@ -39,13 +39,14 @@ def collect(runs_dir):
         args = json.loads((path.parent / "args.json").read_text())
         table = [{name: float(value) for name, value in row.items()} for row in read_csv(path)]
         if not table or args["model"] is not None:
-            print(f"left out: {path.parent}: it has no iteration, or another task", file=sys.stderr)
+            print(f"left out: {path.parent}: no iteration has ended, or it trained another task", file=sys.stderr)
             continue
         columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
         setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
-        if tuple(setting.values()) in seen:  # one curve would run through both
-            raise SystemExit(f"rlhf_plot.py: error: {path.parent} is the second run of {setting}: remove one")
-        seen.add(tuple(setting.values()))
+        name = f"kl_coef {args['kl_coef']}, seed {args['seed']}"
+        if name in seen:  # one curve would run through both
+            raise SystemExit(f"rlhf_plot.py: error: {path.parent} is the second run of {name}: remove one")
+        seen.add(name)
         ends = ", ".join(f"{name} {values[0]:.3f} to {mean(values[-LAST:]):.3f}" for name, values in columns.items())
         print(", ".join(f"{name} {value}" for name, value in setting.items()) + f": {ends}")
         for i in range(0, len(table), EVERY):

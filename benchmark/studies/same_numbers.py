@@ -39,7 +39,7 @@ def train(commit, script, flags):
 def main(before, after, script, *flags):
     (old, old_episodes), (new, new_episodes) = train(before, script, flags), train(after, script, flags)
     only_one = sorted(old.keys() ^ new.keys())
-    differences = {  # equal: infinite bounds of actions, whose difference is NaN
+    differences = {  # .equal: inf - inf is NaN
         name: 0.0 if old[name].equal(new[name]) else (old[name].double() - new[name].double()).abs().max().item()
         for name in sorted(old.keys() & new.keys())
     }
