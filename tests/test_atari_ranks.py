@@ -66,7 +66,8 @@ def test_two_ranks_train_as_one(tmp_path):
     the same minibatch. Their seeds and their noise differ. episodes.csv has the rows of one process that has all
     environments. So has the first step: the critic's gradient does not depend on the actions."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, tmp_path]
-    done = subprocess.run(list(map(str, torchrun)), capture_output=True, text=True, timeout=200)
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # pytest's
+    done = subprocess.run(list(map(str, torchrun)), capture_output=True, text=True, timeout=200, env=paths)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1))
     torch.testing.assert_close(first["agent"], second["agent"], atol=0, rtol=0)
