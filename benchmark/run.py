@@ -124,13 +124,14 @@ def make_jobs(args, flags=()):
 def made_by_another_version(job):
     """A run, of any seed, that another version of the script has made; or None. A table would have one row for both."""
     names = {"script": job.script.stem, "env_id": job.env_id, "exp_name": job.parsed.exp_name}
-    flags = flags_of(json.loads(json.dumps(vars(job.parsed))), job.script)
     for run_dir in job.runs_dir.glob(f"{job.name.rpartition('__')[0]}__*"):
         with contextlib.suppress(OSError, ValueError):  # damaged: run_job names it
             copy, args = run_dir / job.script.name, read_args(run_dir)
-            same_row = names.items() <= args.items() and flags_of(args, copy) == flags
-            if same_row and (run_dir / "checkpoint.pt").is_file() and copy.read_text() != job.script.read_text():
-                return run_dir
+            changed = (run_dir / "checkpoint.pt").is_file() and copy.read_text() != job.script.read_text()
+            if changed and names.items() <= args.items():
+                settings = json.loads(json.dumps(vars(job.parsed)))  # tuples as lists, as in args.json
+                if flags_of(settings, job.script) == flags_of(args, copy):
+                    return run_dir
     return None
 
 

@@ -48,7 +48,7 @@ def test_commands_of_the_benchmark_parse(tmp_path):
             words, _, flags = command.replace("my_ppo.py", "ppo_continuous.py").partition(" -- ")
             args = tyro.cli(tool.Args, args=words.split())
             if tool is run:
-                args = dataclasses.replace(args, runs_dir=tmp_path)
+                args = dataclasses.replace(args, runs_dir=tmp_path, seeds=1)
                 assert run.make_jobs(args, flags.replace("cuda", "cpu").split())  # refused where there is none
             if tool is tune:
                 assert (ROOT / args.sweep).is_file()

@@ -126,12 +126,14 @@ def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
 
 
 def test_versions_of_a_script_do_not_mix(run_dir, tmp_path):
-    """After an edit, other seeds are refused too: a table would show both versions as one setting."""
+    """After an edit, other seeds are refused too: a table would show both versions as one setting. Another name or
+    another setting has a row of its own."""
     with (run_dir / "ppo_discrete.py").open("a") as file:
         file.write("# an earlier version\n")
     with pytest.raises(SystemExit, match=r"ppo_discrete\.py has changed since .*: give another --exp-name"):
         suites.make_jobs(suites.Args("classic", seeds=1, first_seed=2, runs_dir=tmp_path, **ONE_RUN), QUICK)
     suites.make_jobs(suites.Args("classic", exp_name="after", runs_dir=tmp_path, **ONE_RUN), QUICK)
+    suites.make_jobs(suites.Args("classic", runs_dir=tmp_path, **ONE_RUN | {"total_timesteps": 8192}), QUICK)
 
 
 def test_suite_names_what_failed(run_dir, tmp_path, main):
