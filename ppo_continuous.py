@@ -430,10 +430,10 @@ def train(args=None, resume=None):
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
+                permutation = torch.randperm(B).to(device)
                 tensors = (obs, actions, log_probs, values, advantages, returns)  # as ppo_loss takes them
-                b_tensors = [x.flatten(0, 1) for x in tensors]  # (B, ...)
-                for indices in torch.randperm(B).to(device).split(M):
-                    minibatch = [x[indices] for x in b_tensors]  # (M, ...)
+                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
+                for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                     gradient, metrics = compute_gradient(*minibatch)
                     all_metrics.append(metrics)
                     if args.target_kl is not None and metrics["approx_kl"].item() > 1.5 * args.target_kl:
