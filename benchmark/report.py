@@ -402,9 +402,9 @@ def headline():
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: on how many tasks our mean reaches the column's score, of those that have one. SB3's columns "
-        "compare training scores, its defaults only where we use defaults too. Some published scores took more steps, "
-        "some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, of the tasks that have one. "
+        "SB3's columns compare training scores; its defaults count only against ours. Some published scores took more "
+        "steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
