@@ -265,7 +265,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
+    # At an end, next_values[t] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -340,7 +340,7 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, envs.single_action_space.low, envs.single_action_space.high, args).to(device)
         # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # Create all modules in Agent: later ones do not learn, nor does an optimizer of agent.parameters().
+        # Create all modules in Agent: later ones are not trained. Only flat_parameters has a gradient to step with.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -483,7 +483,7 @@ def check(args):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
+    torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
@@ -536,7 +536,7 @@ def make_envs(args, num_envs):
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    try:  # the environment's own vector, if it has one with this mode: native code is faster
+    try:  # the environment's own vector, if it has one with this mode: it is faster, and skips make_env
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):  # none, or one without this mode
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
@@ -763,7 +763,7 @@ def main():
     if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

@@ -30,7 +30,7 @@ None of the items above is in the paper (Schulman et al. 2017). Nor are gradient
 
 Shapes: T = num_steps, N = num_envs, n = N / num_minibatches, D = observation size, H = memory_size (input of actor and
 critic), S = size of the memory's state: H (GRU) or 2 H (LSTM). K = action dimensions, A = outputs of the actor: the sum
-of the choices (Discrete) or K (Box, whose masks have no columns). E = number of truncations in a rollout.
+of the choices (Discrete) or K (Box). Masks are (N, A), for Box (N, 0). E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
 episode_starts[t]: an episode starts at obs[t], so the memory is zeroed before it. Row 0 is False, because first_state,
@@ -161,9 +161,9 @@ class Memory(nn.Module):
     cell state side by side (LSTM, S = 2 H). It is zero when an episode starts.
 
     To replace it, write a class with state_size, step and replay. step returns H features and a new state, and leaves
-    the given one unchanged. The simplest replay calls step for each t, and before that
-    state = state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0). Remember nothing outside the state, and use no
-    dropout. Every parameter must affect the loss. Check: with --update-epochs 1 --num-minibatches 1,
+    the given one unchanged. It is compiled; replay is not. The simplest replay is a loop over t: first
+    state = state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0), then step. Remember nothing outside the state, and
+    use no dropout. Every parameter must affect the loss. Check: with --update-epochs 1 --num-minibatches 1,
     losses/approx_kl is 0 up to rounding."""
 
     def __init__(self, cell, input_size, hidden_size):
@@ -175,7 +175,7 @@ class Memory(nn.Module):
             nn.init.orthogonal_(weight)
         for bias in (self.cell.bias_ih, self.cell.bias_hh):
             nn.init.zeros_(bias)
-        # PyTorch's kernel for whole sequences. `replay` lends it the cell's weights. A list hides it from parameters().
+        # PyTorch's kernel for whole sequences. It has no weights: `replay` passes the cell's. parameters() skips lists.
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -192,8 +192,8 @@ class Memory(nn.Module):
 
         The kernel cannot zero a state in the middle of a sequence. So a reset row goes before each start. After it the
         state is exactly 0. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ...
-        All rows get an extra input: 1 in reset rows, 0 in others. Its weights of -1e9 close the gates: sigmoid(-1e9)
-        is exactly 0, and so is its gradient. With -inf, the other rows would be NaN (0 * -inf)."""
+        All rows get an extra input: 1 in reset rows, 0 in others. The weights of this input are -1e9. They close the
+        gates: sigmoid(-1e9) and its gradient are exactly 0. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
         # (T, n): where obs[t] goes, which is t plus one reset row for each start so far
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)
@@ -209,6 +209,7 @@ class Memory(nn.Module):
             state = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
         else:  # hidden = update * hidden + (1 - update) * candidate
             # A reset row's candidate is 0 too: its extra weight is -bias, and the closed reset gate removes the rest.
+            # Not detached: the gradient of -bias cancels the gradient that bias gets from reset rows.
             candidate_bias = self.cell.bias_ih[2 * self.hidden_size :]  # after the biases of reset and update
             reset_weights = torch.cat([reset_weights[: 2 * self.hidden_size], -candidate_bias])
             state = state.unsqueeze(0).contiguous()
@@ -222,7 +223,7 @@ class Agent(nn.Module):
 
     raw_obs come from the environment; obs come from normalize_obs. The memory turns obs into features, which actor and
     critic read. To put a network before the memory, make it in Memory.__init__, set input_size to its output size, and
-    begin Memory.step and Memory.replay with obs = self.encoder(obs)."""
+    begin Memory.step and Memory.replay with obs = self.encoder(obs). It must take any batch shape, (0, D) too."""
 
     def __init__(self, obs_shape, actions, args):
         """actions: arrays by name, from describe_actions"""
@@ -295,8 +296,8 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
-        """raw_obs, flat, (D,) or (N, D), the state from the last call (None at an episode's start) and mask(s), (A,) or
-        (N, A) -> action(s) for the environment, numpy, and the next state. When an episode ends, zero its row."""
+        """raw_obs, flat, (D,) or (N, D); the last call's state, None at first; mask(s), (A,) or (N, A) -> action(s) for
+        the environment, numpy, and the next state. When the episode of row i ends, set state[i] = 0."""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
@@ -359,7 +360,7 @@ def estimate_advantages(agent, rollout, rewards, terminations, truncations, gamm
     all_obs, episode_starts, first_state, final_obs, final_states = rollout
     all_values = agent.get_value(agent.memory.replay(all_obs, episode_starts, first_state))  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].clone()  # not a view, because a line below writes into it
-    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
+    # At an end, next_values[t] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     final_features, _ = agent.memory.step(final_obs, final_states)
     next_values[truncations] = agent.get_value(final_features)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
@@ -436,7 +437,7 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
         # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # Create all modules in Agent: later ones do not learn, nor does an optimizer of agent.parameters().
+        # Create all modules in Agent: later ones are not trained. Only flat_parameters has a gradient to step with.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -592,7 +593,7 @@ def check(args):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
+    torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
     options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
@@ -650,7 +651,7 @@ def make_envs(args, num_envs):
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    try:  # the environment's own vector, if it has one with this mode: native code is faster
+    try:  # the environment's own vector, if it has one with this mode: it is faster, and skips make_env
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):  # none, or one without this mode
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
@@ -878,7 +879,7 @@ def main():
     if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

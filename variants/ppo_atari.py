@@ -223,7 +223,7 @@ def estimate_advantages(agent, obs, last_obs, final_obs, rewards, terminations, 
     truncated episodes, in the order of truncations.nonzero()."""
     values = agent.get_value(obs)  # (T, N)
     next_values = torch.cat([values[1:], agent.get_value(last_obs).unsqueeze(0)])  # (T, N)
-    # At an end, values[t + 1] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
+    # At an end, next_values[t] is the next episode's. Truncated: V(final observation). Terminated: compute_gae uses 0.
     next_values[truncations] = agent.get_value(final_obs)
     return values, *compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
 
@@ -299,7 +299,7 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
         # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # Create all modules in Agent: later ones do not learn, nor does an optimizer of agent.parameters().
+        # Create all modules in Agent: later ones are not trained. Only flat_parameters has a gradient to step with.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -475,7 +475,7 @@ def gather_from_ranks(episodes):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
+    torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
@@ -515,7 +515,7 @@ class VectorMember(gym.Wrapper):
 
 
 def make_env(args, **kwargs):
-    """One environment. Atari: gymnasium's wrappers give the same frames as ale-py's vector."""
+    """One environment. Atari games use it for --evaluate and videos: the frames are those of ale-py's vector."""
     if "ALE/" in args.env_id:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
         kwargs = {"frameskip": 1, "repeat_action_probability": 0.0} | json.loads(args.env_kwargs) | kwargs
@@ -538,7 +538,7 @@ def make_envs(args, num_envs):
         make_env(args).close()  # fails now if evaluation could not make it later
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    try:  # the environment's own vector, if it has one with this mode: native code is faster
+    try:  # the environment's own vector, if it has one with this mode: it is faster, and skips make_env
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError) as error:
         if "ALE/" in args.env_id:
@@ -775,7 +775,7 @@ def main():
     if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, default=load_args(run_dir) if run_dir else Args(**PRESETS.get(command.preset, {})))
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

@@ -17,23 +17,23 @@
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
 1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
-   takes the observation before the last step (rsl_rl). `masked` sets the advantage to 0 before --norm-adv (Brax).
-2. --advantages: `gae` is A_t = delta_t + gamma lambda A_{t+1}. `brax` is r_t + gamma R_{t+1} - V(s_t), with R = A + V
-   (Google). With --recompute-targets (Google), every minibatch computes them again, with the current critic.
+   uses V(s_t), of the observation before the last step (rsl_rl). `masked` sets the advantage to 0 before --norm-adv
+   (Brax).
+2. --advantages: `gae` is GAE. `brax` is r_t + gamma R_{t+1} - V(s_t), where R is the lambda return (Google). With
+   --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
 5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units (rsl_rl), clipped here.
    `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the learning rate adapts to the exact KL of each minibatch (rsl_rl 5.0).
 --update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
-4.0). Statistics of observations change between rollouts (rsl_rl: every step). Google's notebook updates them before
-learning and normalizes the batch again, so its first ratio is not 1. The critic may see more than the actor:
-{"policy": ..., "critic": ...}.
+4.0). Statistics of observations change between rollouts (rsl_rl: every step; Google: before learning, so that its first
+ratio is not 1). The critic may see more than the actor: {"policy": ..., "critic": ...}.
 No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
-L = unroll_length, or T without it, C = N * T / L unrolls, M = columns of a minibatch: unrolls, or single steps without
---unroll-length. D = observation of the actor, P = of the critic, A = action.
+L = unroll_length, or T without it, C = N * T / L unrolls. M = columns of a minibatch: C / num_minibatches unrolls, or,
+without --unroll-length, T * N / num_minibatches steps. D = observation of the actor, P = of the critic, A = action.
 Read ../ppo_continuous.py first: functions of the same name do the same.
 """
 
@@ -118,14 +118,14 @@ class Args:  # the comments are what --help prints
 
 
 # For --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts, --norm-obs,
-# --stagger-envs and --total-timesteps.
+# --stagger-envs and --total-timesteps. Observations are normalized as in baselines, see docs/gpu_sim.md.
 GOOGLE = dict(
     num_envs=2048, stagger_envs=False, reward_scale=0.1, policy="tanh", hidden_sizes=(64, 64), activation="silu",
     num_steps=80, unroll_length=5, num_minibatches=32, update_epochs=4, learning_rate=3e-4, desired_kl=None, gamma=0.97,
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# As NVIDIA's text describes it. Its printed formula is --update google --no-recompute-targets.
+# As a published comparison describes it. The formula printed there is --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -212,7 +212,8 @@ class Agent(nn.Module):
 
     def get_log_prob_and_entropy(self, mean, std, action):
         """All (..., A) -> log_prob, entropy (...). With --policy tanh the action is the one before tanh, and the
-        entropy is an estimate from one new sample, as in Brax: the squashed distribution has no closed form."""
+        entropy is an estimate from one new sample, as in Brax: the squashed distribution has no closed form. The
+        gradient goes through the sample. In Google's notebook it does not, because torch.normal has none."""
         log_prob = -(0.5 * ((action - mean) / std).square() + std.log() + 0.5 * math.log(2 * math.pi))
         entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
         if self.args.policy == "tanh":
@@ -263,7 +264,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def estimate_targets(args, rewards, values, last_values, timeout_values, terminations, truncations):
     """Tensors (L, C) -> advantages, returns (L, C). last_values (C,): V after the last step of each unroll.
     timeout_values, read where truncations is True: V of the observation after the step, or its substitute."""
-    if args.timeouts == "masked":  # reward V(s_t) and next value 0: then delta_t and A_t are 0, the return is V(s_t)
+    if args.timeouts == "masked":  # reward V(s_t), next value 0: this makes delta_t and A_t 0, and the return V(s_t)
         rewards = torch.where(truncations, values, rewards)
         timeout_values = torch.zeros_like(values)
 
@@ -297,7 +298,7 @@ def ppo_loss(agent, args, minibatch):
     new_log_probs, entropy = agent.get_log_prob_and_entropy(mean, std, minibatch["actions"])
     log_ratio = new_log_probs - minibatch["log_probs"]  # 0 in the first minibatch of an iteration, up to rounding
     ratio = log_ratio.exp()  # pi_new(a|s) / pi_old(a|s)
-    if args.recompute_targets:  # Google: with the current critic; timeout_values are its V(s_t)
+    if args.recompute_targets:  # with the current critic; its V(s_t) also stands for the values after time limits
         critic_obs = torch.cat([minibatch["critic_obs"], minibatch["last_critic_obs"]])  # (L + 1, M, P)
         new_values = agent.get_value(critic_obs)
         last_values, new_values = new_values[-1].detach(), new_values[:-1]
@@ -381,7 +382,7 @@ def train(args=None, resume=None):
 
         low, high = envs.single_action_space.low.flatten(), envs.single_action_space.high.flatten()
         agent = Agent(next_obs.shape[1], next_critic_obs.shape[1], low, high, args).to(device)
-        # Adam is faster on one vector, so each parameter becomes a view of it. Create all modules in Agent.
+        # Adam is faster on one vector, so each parameter becomes a view of it. Modules made later do not learn.
         # Matrices come first: if layer widths are multiples of 4, each is aligned to 16 bytes, as fast kernels need.
         parameters = sorted(agent.parameters(), key=lambda parameter: -parameter.dim())
         flat_parameters = parameters_to_vector(parameters).detach()
@@ -599,7 +600,7 @@ def gather_from_ranks(episodes):
 def compiled(function, args):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
-    torch.compiler.reset()  # forget what an earlier `train` compiled. This one has compiled nothing yet
+    torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
@@ -946,7 +947,7 @@ def main():
     args = parse_args(words, load_args(run_dir) if run_dir else Args(**UPDATES[command.update or "rsl_rl"]))
     if command.export:
         return export_actor(run_dir)
-    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # its import runs code
+    if run_dir and ":" in args.env_id and not any(args.env_id in word for word in words):  # importing runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --env-id {args.env_id}")
     if not command.evaluate:
         train(args, run_dir)

@@ -19,12 +19,12 @@ copy of the reward model. With --reward, the critic begins as a copy of the refe
 Actor and critic learn. An answer is an episode, each token an action.
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
-1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The last token's also includes the clipped
-   score, even if the length limit cut the answer. DeepSpeed-Chat adds the score one token later if an answer ends early
-   and EOS is not padding.
-2. An answer ends at its first end token, which is trained like any other, and at which the score is read. Where padding
-   is EOS (GPT-2), DeepSpeed-Chat does not train it, and reads the score before it. Here padding is masked, whatever its
-   id.
+1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The reward of the last token also includes the
+   clipped score, even if the length limit cut the answer. DeepSpeed-Chat adds the score one token later if an answer
+   ends early and EOS is not padding.
+2. An answer ends at its first end token, which is trained like any other, and at which the score is read. Where EOS is
+   also the padding (GPT-2), DeepSpeed-Chat does not train EOS, and reads the score one token earlier. Here padding is
+   masked, whatever its id.
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
 5. There is no dropout. Old and new log-probabilities come from the same function, never from `generate` with its
@@ -84,7 +84,7 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier with --model's tokenizer and a one-output layer `score`
-    reward: str | None = None  # instead: module:function(prompts, answers), two lists of texts -> a list of scores
+    reward: str | None = None  # in its place module:function(prompts, answers), lists of texts -> a list of scores
     prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
@@ -107,7 +107,7 @@ class Args:  # the comments are what --help prints
     gae_lambda: float = 0.95  # 0: one-step TD error (low variance); 1: rewards to the end of the answer (no bias)
     norm_adv: bool = False  # give the advantages of each minibatch mean 0 and standard deviation 1
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    vf_clip_coef: float | None = 0.2  # clip_coef of the value loss, as in baselines; None: not clipped
+    vf_clip_coef: float | None = 0.2  # clip_coef of the value loss, as in OpenAI's baselines; None: not clipped
     clip_reward: float = 5.0  # the score of an answer is clipped to +-clip_reward; inf: not clipped
     kl_coef: float = 0.1  # weight of the KL penalty in the reward
     max_grad_norm: float = 1.0  # upper bound on the norm of each model's gradient; 0: none
@@ -160,7 +160,7 @@ def get_log_probs(model, sequences, attention_mask, mask, temperature):
 def score_tokens(model, sequences, attention_mask):
     """The output of the layer `score` of a critic or reward model at every token, (B, L)"""
     hidden = model.base_model(**model_inputs(sequences, attention_mask)).last_hidden_state
-    with torch.autocast(hidden.device.type, enabled=False):  # between 2 and 4, bfloat16 has steps of 1/64
+    with torch.autocast(hidden.device.type, enabled=False):  # float32: between 2 and 4, bfloat16 has steps of 1/64
         return model.score(hidden.float()).squeeze(-1)
 
 
@@ -203,7 +203,7 @@ def compute_rewards(kl, scores, mask, kl_coef, clip_reward):
 
 def compute_advantages(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016) -> advantages, returns (B, R). Both are 0 after the
-    answer. Its last token ends the episode, EOS or not: the score is for the text within the limit."""
+    answer. Its last token ends the episode, EOS or not: the score judges the text up to there."""
     values = values.masked_fill(~mask, 0.0)
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token
     advantages = rewards + gamma * next_values - values  # delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -340,7 +340,7 @@ def train(args=None, resume=None):
             update_began_at = time.time()
             names = "policy_loss", "value_loss", "values", "entropy", "approx_kl", "old_approx_kl", "clipfrac"
             metrics = torch.zeros(len(names), device=device)  # sums over minibatches
-            actor.train(checkpointing)  # gradient checkpointing needs that mode; dropout is 0
+            actor.train(checkpointing)  # transformers checkpoints in train mode only; dropout is 0
             critic.train(checkpointing)
             for _ in range(args.ppo_epochs):
                 for minibatch in torch.randperm(B).to(device).split(M):  # (M,) indices of answers
@@ -351,18 +351,18 @@ def train(args=None, resume=None):
                         mb_advantages = (mb_advantages - kept.mean()) / (kept.std() + 1e-8)
                     actor_optimizer.zero_grad()
                     critic_optimizer.zero_grad()
-                    for part, part_advantages in zip(minibatch.split(S), mb_advantages.split(S)):
-                        used = mask[part]  # x[used] is (tokens,), without the padding
-                        inputs = sequences[part], attention_mask[part], used
+                    for rows, part_advantages in zip(minibatch.split(S), mb_advantages.split(S)):
+                        used = mask[rows]  # x[used] is (tokens,), without the padding
+                        inputs = sequences[rows], attention_mask[rows], used
                         weight = used.sum() / num_tokens  # losses are means over the tokens of the minibatch
                         with autocast:
                             new_log_probs, entropy = (x[used] for x in get_log_probs(actor, *inputs, args.temperature))
-                        log_ratio = new_log_probs - log_probs[part][used]  # 0 in the first minibatch of an iteration
+                        log_ratio = new_log_probs - log_probs[rows][used]  # 0 in the first minibatch of an iteration
                         policy_loss = clipped_policy_loss(log_ratio, part_advantages[used], args.clip_coef)
                         (weight * policy_loss).backward()
                         with autocast:
                             new_values = get_values(critic, *inputs)[used]
-                        old_values, targets = values[part][used], returns[part][used]
+                        old_values, targets = values[rows][used], returns[rows][used]
                         value_loss = clipped_value_loss(new_values, old_values, targets, args.vf_clip_coef)
                         (weight * value_loss).backward()
                         with torch.no_grad():
@@ -382,7 +382,7 @@ def train(args=None, resume=None):
                 "charts/kl_k3": (kl.neg().expm1() + kl).sum(-1).mean(),  # by k3, never below 0
                 "charts/clipped_scores": (scores.abs() > args.clip_reward).float().mean(),  # share of the answers
                 "charts/response_length": mask.sum(-1).float().mean(),
-                # The share of answers that end with an end token. Shorter ones are padded with it.
+                # The share of answers that were not cut. Padding is EOS, so the last column shows it.
                 "charts/ended": torch.isin(sequences[:, -1], end_tokens).float().mean(),
                 **{f"losses/{name}": x / args.ppo_epochs / args.num_minibatches for name, x in zip(names, metrics)},
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
@@ -604,7 +604,7 @@ def load_prompts(args, tokenizer, reference, reward_model):
         if len(ids) + response_length > context:
             raise UsageError(f"{place}: {len(ids)} tokens and --response-length exceed the context of {context}")
         prompts.append(ids)
-    # These two look at the last prompt only: the others were prepared alike.
+    # Both warnings look at the last prompt only.
     if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
     plain = isinstance(prompt, str) and not any(token in prompt for token in tokenizer.all_special_tokens)
@@ -718,7 +718,7 @@ class Run:
         for part in (model, tokenizer):
             part.save_pretrained(self.dir / f"{name}.tmp")
         shutil.rmtree(self.dir / name, ignore_errors=True)
-        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # the name stands for a whole folder
+        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # in one move, so the folder is always whole
 
     def save(self, learners):
         """Write checkpoint.pt. A kill while writing leaves the old file."""
@@ -780,7 +780,7 @@ def evaluate(run_dir, args):
     device, *_ = start_device(args)
     tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
-    # requires_grad: of other parameters, autocast would round the weights again for every token.
+    # Autocast keeps its bfloat16 copy of a weight only if the weight requires gradients.
     actor = copy.deepcopy(reference).requires_grad_(True)
     actor.load_state_dict(load_checkpoint(run_dir)["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
@@ -825,7 +825,7 @@ def main():
     if run_dir:
         run_dir = find_run(run_dir, parse_args(words).runs_dir)  # --runs-dir may be among the words
     args = parse_args(words, load_args(run_dir) if run_dir else Args())  # of that run, unless given here
-    if run_dir and args.reward and not any(args.reward in word for word in words):  # its import runs code
+    if run_dir and args.reward and not any(args.reward in word for word in words):  # importing runs code
         raise UsageError(f"the checkpoint names a module: if you trust it, add --reward {args.reward}")
     if not command.evaluate:
         train(args, run_dir)
