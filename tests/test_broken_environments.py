@@ -27,7 +27,9 @@ def test_environment_that_breaks(script, tmp_path, main):
 
 @ONE
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("flags, error", [({"env_kwargs": "{"}, "Expecting"), ({"env_kwargs": '{"no": 1}'}, "no")])
+@pytest.mark.parametrize(
+    "flags, error", [({"env_kwargs": "{"}, "Expecting"), ({"env_kwargs": '{"no": 1}'}, "argument 'no'")]
+)
 def test_environment_that_cannot_be_made(script, tmp_path, main, flags, error):
     """The threads are what they were, and no run folder is made."""
     with pytest.raises(Exception, match=error):

@@ -47,21 +47,22 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_from_the_copy_to_the_plot(folder, main, capsys):
-    """run.py trains seeds of the copy, report.py draws them beside the original's, compare.py prints the difference.
-    Each has the label of its file. A second call trains nothing; a damaged run is named and left out."""
+    """run.py trains the copy, report.py draws its seeds beside the original's, compare.py prints the difference. Each
+    has the label of its file. A second call trains nothing; a damaged run is named and left out."""
     flags = ["--env-ids=my_envs:Point-v0", "--", "--eval-episodes=1", *flags_of(**SMALL)]
-    assert main(suites, "--script=my_ppo.py", "--seeds=2", *flags).returncode == 0
-    for seed in (1, 2):
-        assert main(ppo_continuous, "--env-id=my_envs:Point-v0", f"--seed={seed}", *flags_of(**SMALL)).returncode == 0
+    assert main(suites, "--script=my_ppo.py", "--seeds=1", *flags).returncode == 0
+    mine = run_folder.load_script(folder / "my_ppo.py")
+    for script, seed in ((mine, 2), (ppo_continuous, 1), (ppo_continuous, 2)):
+        assert main(script, "--env-id=my_envs:Point-v0", f"--seed={seed}", *flags_of(**SMALL)).returncode == 0
     runs = sorted(folder.glob("runs/my_envs-Point-v0__*"))
     assert len(runs) == 4
-    again = main(suites, "--script=my_ppo.py", "--seeds=2", *flags)
-    assert "2 of 2 runs have finished" in again.stdout and sorted(folder.glob("runs/my_envs-Point-v0__*")) == runs
+    again = main(suites, "--script=my_ppo.py", "--seeds=1", *flags)
+    assert "1 of 1 runs have finished" in again.stdout and sorted(folder.glob("runs/my_envs-Point-v0__*")) == runs
     path = folder / "my_ppo.py"
     text = path.read_text()
     for edited in (text + "# a change\n", text.replace("    seed: int", "    mine: int = 0\n    seed: int", 1)):
         path.write_text(edited)  # the runs there are would pass for runs of it
-        changed = main(suites, "--script=my_ppo.py", "--seeds=2", *flags)
+        changed = main(suites, "--script=my_ppo.py", "--seeds=1", *flags)
         assert "my_ppo.py has changed since " in str(changed.returncode)
     path.write_text(text)
 

@@ -84,7 +84,8 @@ def test_checkpoints_come_by_time(script, tmp_path):
     wait_for(seen, process)
     process.kill()
     process.wait()
-    assert all(two - one >= 0.3 for one, two in itertools.pairwise(seconds))
+    intervals = [two - one for one, two in itertools.pairwise(seconds)]
+    assert min(intervals) >= 0.3 and sorted(intervals)[1] < 2  # one of them may have waited for a busy machine
 
 
 def test_ctrl_c_prints_the_command_that_continues(script, tmp_path, main):

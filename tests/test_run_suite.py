@@ -58,33 +58,9 @@ def run_dir(tmp_path):
 ONE_RUN = {"tasks": ("CartPole-v1",), "total_timesteps": 4096}
 
 
-def test_suite_goes_on(tmp_path, main, monkeypatch):
-    """A run is killed with its run.py. Started again, here on a machine without git, it resumes in its own folder; once
-    more, and nothing is trained."""
-    process = start_suite(tmp_path, "--seeds=1", steps=20_000)
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")), process)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    process.kill()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    process.wait()
-    (killed,) = run_dirs(tmp_path)
-    assert run_folder.summarise(killed) is None
-
-    monkeypatch.setenv("PATH", "")
-    words = words_of(tmp_path, "--seeds=1", steps=20_000)
-    assert "1 of 1 runs have finished" in main(suites, *words).stdout
-    assert run_dirs(tmp_path) == [killed]
-    row = run_folder.summarise(killed)
-    assert (row["global_step"], row["commit"]) == (18_432, "") and "torch" in row["versions"] and row["evaluation"]
-
-    before = times_of([killed])
-    assert "1 of 1 runs have finished" in main(suites, *words).stdout
-    assert times_of(run_dirs(tmp_path)) == before
-
-
-def test_suite_stops_and_waits_for_orphans(tmp_path, main):
-    """SIGTERM: the runs stop and say how to continue. A suite beside another's orphan waits: nothing runs twice."""
+def test_suite_stops_and_goes_on(tmp_path, main, monkeypatch):
+    """SIGTERM: the runs stop and say how to continue. Then run.py is killed, but not what it started: the next one,
+    here on a machine without git, waits for this orphan, so nothing runs twice. Once more, and nothing is trained."""
     words = words_of(tmp_path, "--seeds=1", steps=40_000)
 
     def stop_when_saved():
@@ -98,15 +74,23 @@ def test_suite_stops_and_waits_for_orphans(tmp_path, main):
     (run_dir,) = run_dirs(tmp_path)
     (log,) = (tmp_path / "logs").iterdir()
     assert "ppo_discrete.py --resume" in log.read_text().partition("to resume: python ")[2]
+    assert run_folder.summarise(run_dir) is None
 
     process = start_suite(tmp_path, "--seeds=1", steps=40_000)
     saved = times_of([run_dir])
     wait_for(lambda: times_of([run_dir]) != saved, process)
     process.kill()  # but not what it started
     process.wait()
+    monkeypatch.setenv("PATH", "")
     done = main(suites, *words)
     assert "1 of 1 runs have finished" in done.stdout and run_dirs(tmp_path) == [run_dir]
     assert log.read_text().count(": step ") == 2  # the run that was stopped and the orphan print this line once
+    row = run_folder.summarise(run_dir)
+    assert (row["global_step"], row["commit"]) == (38_912, "") and "torch" in row["versions"] and row["evaluation"]
+
+    saved = times_of([run_dir])
+    assert "1 of 1 runs have finished" in main(suites, *words).stdout
+    assert times_of(run_dirs(tmp_path)) == saved
 
 
 def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):

@@ -63,7 +63,6 @@ def test_alone_in_an_empty_folder(script, tmp_path):
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert (run_dir / "mine.py").read_text() == (tmp_path / "mine.py").read_text()
     if script.__name__ == "ppo_continuous":
-        assert f"{run_dir.name}: step 256 of 512" in run_alone("--resume", "latest", "--total-timesteps", "512")
         printed = run_alone("--evaluate", "latest", "--eval-episodes=1")
         (episodic_return,) = script.evaluate(script.load_agent(run_dir), script.load_args(run_dir), 1)
         assert printed.splitlines()[0] == f"returns: {episodic_return:.1f}"
