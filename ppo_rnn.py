@@ -192,8 +192,8 @@ class Memory(nn.Module):
 
         The kernel cannot zero a state in the middle of a sequence. So a reset row goes before each start. After it the
         state is exactly 0. With starts at t = 1 and 3 the kernel sees obs[0], reset, obs[1], obs[2], reset, obs[3], ...
-        All rows get an extra input: 1 in reset rows, 0 in others. The weights of this input are -1e9. They close the
-        gates: sigmoid(-1e9) and its gradient are exactly 0. With -inf, the other rows would be NaN (0 * -inf)."""
+        All rows get an extra input: 1 in reset rows, 0 in others. Its weights into the gates are -1e9, which closes
+        them: sigmoid(-1e9) and its gradient are exactly 0. With -inf, the other rows would be NaN (0 * -inf)."""
         T, n = episode_starts.shape
         # (T, n): where obs[t] goes, which is t plus one reset row for each start so far
         rows = torch.arange(T, device=obs.device).unsqueeze(1) + episode_starts.cumsum(0)
@@ -296,8 +296,8 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, raw_obs, state=None, deterministic=True, action_mask=None):
-        """raw_obs, flat, (D,) or (N, D); the last call's state, None at first; mask(s), (A,) or (N, A) -> action(s) for
-        the environment, numpy, and the next state. When the episode of row i ends, set state[i] = 0."""
+        """raw_obs, flat, (D,) or (N, D); state: the last call's, or None at an episode's start; mask(s), (A,) or (N, A)
+        -> action(s) for the environment, numpy, and the next state. (N, D): set state[i] = 0 when episode i ends."""
         raw_obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_rms.mean.device)
         if raw_obs.shape[-1:] != self.obs_rms.mean.shape:
             raise UsageError(f"observations of shape {tuple(raw_obs.shape)}, not (..., {len(self.obs_rms.mean)})")
@@ -437,7 +437,7 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, describe_actions(envs.single_action_space), args).to(device)
         # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # Create all modules in Agent: later ones are not trained. Only flat_parameters has a gradient to step with.
+        # So optimizers need flat_parameters. Create all modules in Agent: later ones are not trained.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)

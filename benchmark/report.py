@@ -403,8 +403,8 @@ def headline():
         *table(columns, lines),
         "",
         "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, of the tasks that have one. "
-        "SB3's columns compare training scores; its defaults count only against ours. Some published scores took more "
-        "steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "SB3's columns compare training scores; SB3's defaults count only on tasks where we use ours too. Some "
+        "published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",

@@ -32,9 +32,9 @@ def test_compiled_equals_eager(tmp_path, monkeypatch, name, flags):
     """After two iterations the learner, its statistics, its optimizer and its logs are those of eager mode. In
     ppo_discrete.py a second compiled run has the same bits.
 
-    ppo_continuous.py and the GRU are copies that schedule coefficients in the loop, which also differ from a run
-    without the schedule. (The traps: a compiled function that leaves a tensor as it was, and a number that became a
-    constant.) The GRU is only traced, without kernels: building them takes long."""
+    ppo_continuous.py and the GRU run as copies that schedule coefficients in the loop. Their learners must differ from
+    those without the schedule. (The traps: a compiled function that leaves a tensor as it was, and a number that became
+    a constant.) The GRU is only traced, without kernels: building them takes long."""
     if "cell" in flags:
         quick_compile(monkeypatch)
     original = script = importlib.import_module(name)

@@ -53,7 +53,8 @@ def test_from_the_copy_to_the_plot(folder, main, capsys):
     assert main(suites, "--script=my_ppo.py", "--seeds=1", *flags).returncode == 0
     mine = run_folder.load_script(folder / "my_ppo.py")
     for script, seed in ((mine, 2), (ppo_continuous, 1), (ppo_continuous, 2)):
-        assert main(script, "--env-id=my_envs:Point-v0", f"--seed={seed}", *flags_of(**SMALL)).returncode == 0
+        words = ["--env-id=my_envs:Point-v0", "--eval-episodes=1", f"--seed={seed}", *flags_of(**SMALL)]
+        assert main(script, *words).returncode == 0
     runs = sorted(folder.glob("runs/my_envs-Point-v0__*"))
     assert len(runs) == 4
     again = main(suites, "--script=my_ppo.py", "--seeds=1", *flags)

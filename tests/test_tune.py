@@ -1,5 +1,6 @@
 """Searches for settings: benchmark/tune.py, and wandb's files in benchmark/sweeps/."""
 
+import fcntl
 import shutil
 from pathlib import Path
 
@@ -93,6 +94,11 @@ def test_killed_worker(tmp_path, main):
         "gamma": killed.suggest_float("gamma", 0.9, 0.99),
         "update_epochs": killed.suggest_int("update_epochs", 1, 2),
     }
+    path = tmp_path / "runs" / "s.workers"
+    with open(path, "w") as other, open(path, "w") as mine:  # while another worker lives, the trial may be its own
+        fcntl.flock(other, fcntl.LOCK_SH)
+        tune.retry_killed_trials(study, mine)
+        assert [trial.state.name for trial in study.trials] == ["RUNNING"]
     sweep = write_sweep(tmp_path, env_id={"values": ["CartPole-v1", "MountainCar-v0"]})
     words = [sweep, "--study=s", "--trials=1", "--no-defaults", f"--runs-dir={tmp_path}/runs"]
     assert "name one with --env-id" in main(tune, *words).returncode

@@ -299,7 +299,7 @@ def train(args=None, resume=None):
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
         # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # Create all modules in Agent: later ones are not trained. Only flat_parameters has a gradient to step with.
+        # So optimizers need flat_parameters. Create all modules in Agent: later ones are not trained.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)

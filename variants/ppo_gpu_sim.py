@@ -27,7 +27,7 @@ Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file
    `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the learning rate adapts to the exact KL of each minibatch (rsl_rl 5.0).
 --update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
-4.0). Statistics of observations change between rollouts (rsl_rl: every step; Google: before learning, so that its first
+4.0). Statistics of observations change between rollouts (rsl_rl: every step; Google: before learning, so its first
 ratio is not 1). The critic may see more than the actor: {"policy": ..., "critic": ...}.
 No GPU has run this file yet.
 

@@ -84,7 +84,7 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier with --model's tokenizer and a one-output layer `score`
-    reward: str | None = None  # in its place module:function(prompts, answers), lists of texts -> a list of scores
+    reward: str | None = None  # or module:function(prompts, answers), two lists of texts -> a list of scores
     prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
@@ -718,7 +718,7 @@ class Run:
         for part in (model, tokenizer):
             part.save_pretrained(self.dir / f"{name}.tmp")
         shutil.rmtree(self.dir / name, ignore_errors=True)
-        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # in one move, so the folder is always whole
+        os.replace(self.dir / f"{name}.tmp", self.dir / name)  # in one move: no folder of this name is half-written
 
     def save(self, learners):
         """Write checkpoint.pt. A kill while writing leaves the old file."""
