@@ -1,6 +1,7 @@
 """variants/ppo_rlhf.py: the command line, and one line for what users may give by mistake."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_resumed_run_keeps_what_it_began_with(rlhf_args, main):
 
 
 def tokens(args, *models):
-    return [models[0].decode(ids) for ids in ppo_rlhf.load_prompts(args, *models)]
+    return [models[0].decode(ids) for ids, _ in ppo_rlhf.load_prompts(args, *models)]
 
 
 def test_prompt_files(models, rlhf_args, tmp_path, capsys):
@@ -152,8 +153,9 @@ def test_chat_template(models, rlhf_args, tmp_path, capsys):
 
 
 def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
-    """Which gets texts without special tokens. The critic begins as the language model, with values of 0. --evaluate
-    imports the function only if the command names it again."""
+    """Which gets the lines of the prompts file, of a .jsonl whole objects, and answers without special tokens. The
+    critic begins as the language model, with values of 0. --evaluate imports the function only if the command names it
+    again."""
     (tmp_path / "count_words.py").write_text(
         "calls = []\n\n"
         "def length(prompts, answers):\n"
@@ -167,7 +169,7 @@ def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
     _, run_dir = ppo_rlhf.train(rlhf_args(**given, reward="count_words:length", kl_coef=0.0, total_episodes=8))
     [(prompts, answers)] = sys.modules.pop("count_words").calls
     assert len(prompts) == len(answers) == 8 and prompts[0] in ppo_rlhf.BUILTIN_PROMPTS
-    assert not any("<eos>" in text for text in prompts + answers)
+    assert not any("<eos>" in text for text in answers)
     (row,) = rows(run_dir)
     assert float(row["charts/reward"]) == pytest.approx(sum(len(x.split()) / 3 for x in answers) / 8, rel=1e-5)
     assert float(row["charts/reward"]) > 0 and abs(float(row["losses/values"])) < 0.05
@@ -176,7 +178,12 @@ def test_a_function_gives_the_rewards(rlhf_args, main, tmp_path, monkeypatch):
     assert "count_words" not in sys.modules
     evaluated = main(ppo_rlhf, "--evaluate", run_dir, "--reward=count_words:length", "--eval-episodes=7")
     assert evaluated.returncode == 0 and "7 answers: mean reward" in evaluated.stdout, evaluated.stderr
-    with pytest.raises(ppo_rlhf.UsageError, match=r"count_words:too_few gave scores of shape \(1,\) for 8 answers"):
+    objects = [{"prompt": prompt, "answer": len(prompt)} for prompt in ppo_rlhf.BUILTIN_PROMPTS]
+    (tmp_path / "objects.jsonl").write_text("".join(json.dumps(x) + "\n" for x in objects))
+    paths = {"prompts": str(tmp_path / "objects.jsonl"), "reward": "count_words:length"}
+    ppo_rlhf.train(rlhf_args(**given | paths, total_episodes=8))
+    assert all(line in objects for line in sys.modules["count_words"].calls[-1][0])
+    with pytest.raises(ppo_rlhf.UsageError, match=r"count_words:too_few gave scores of shape \(1,\), not \(8,\)"):
         ppo_rlhf.train(rlhf_args(**given, reward="count_words:too_few"))
     with pytest.raises(RuntimeError, match="--reward count_words:lost failed"):  # not one line without the place
         ppo_rlhf.train(rlhf_args(**given, reward="count_words:lost"))
@@ -191,7 +198,8 @@ def test_a_model_in_a_function_keeps_its_precision(rlhf_args, tmp_path, monkeypa
     )
     monkeypatch.syspath_prepend(tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
-        scores = ppo_rlhf.score_answers(rlhf_args(reward="ones:score"), None, torch.zeros(1, 2), [("a", "b")] * 2, 2)
+        args, texts = rlhf_args(reward="ones:score"), ["a", "b"]
+        scores = ppo_rlhf.score_answers(args, None, torch.zeros(1, 2), texts, texts, 2)
     assert scores.tolist() == [1003, 1003]
 
 

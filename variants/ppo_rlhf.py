@@ -20,10 +20,8 @@ Actor and critic learn. An answer is an episode, each token an action.
 
 Where implementations differ, this one does as follows (docs/rlhf.md has more):
 1. The reward of a token is -kl_coef * (log_prob - reference's log_prob). The reward of the last token also includes the
-   clipped score, even if the length limit cut the answer. DeepSpeed-Chat adds the score one token later if an answer
-   ends early and EOS is not padding.
-2. An answer ends at its first end token, which is trained like any other, and at which the score is read. Where EOS is
-   also the padding (GPT-2), DeepSpeed-Chat does not train EOS, and reads the score one token earlier. Here padding is
+   clipped score, even if the length limit cut the answer.
+2. An answer ends at its first end token, which is trained like any other, and at which the score is read. Padding is
    masked, whatever its id.
 3. Advantages come from GAE within the answer (gamma 1, lambda 0.95). The value after its last token is 0.
 4. Losses are means over the tokens of a process's minibatch: a long answer weighs more. Both losses are clipped.
@@ -84,7 +82,7 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier with --model's tokenizer and a one-output layer `score`
-    reward: str | None = None  # or module:function(prompts, answers), two lists of texts -> a list of scores
+    reward: str | None = None  # or module:function(prompts, answers) -> scores; prompts: the lines of --prompts
     prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
@@ -175,18 +173,17 @@ def get_scores(reward_model, sequences, attention_mask, mask):
     return score_tokens(reward_model, sequences, attention_mask)[:, -mask.shape[1] :].gather(1, last).squeeze(1)
 
 
-def score_answers(args, reward_model, batch, texts, size):
-    """Scores (B,). --reward reads texts [(prompt, answer), ...]. The model takes size answers at a time."""
+def score_answers(args, reward_model, batch, lines, answers, size):
+    """Scores (B,). --reward reads two lists: lines of --prompts, and texts. The model takes size answers at a time."""
     if args.reward is None:
         return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in batch))])
     with torch.autocast(batch[0].device.type, enabled=False):  # a model in the function has the precision it was given
-        prompts, answers = map(list, zip(*texts))
         try:
-            scores = torch.tensor(pkgutil.resolve_name(args.reward)(prompts, answers), dtype=torch.float32)
+            scores = torch.tensor(pkgutil.resolve_name(args.reward)(lines, answers), dtype=torch.float32)
         except Exception as error:  # `main` would hide the place of an OSError
             raise RuntimeError(f"--reward {args.reward} failed") from error
-    if scores.shape != (len(texts),):
-        raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)} for {len(texts)} answers")
+    if scores.shape != (len(answers),):
+        raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)}, not ({len(answers)},)")
     return scores.to(batch[0].device)
 
 
@@ -239,6 +236,7 @@ def apply_gradient(model, optimizer, max_grad_norm):
     if max_grad_norm > 0:
         nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
+    optimizer.zero_grad()  # frees memory for sampling
 
 
 def explained_variance(values, returns):
@@ -312,11 +310,11 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------ rollout
             start_time = time.time()
             first_prompt = (iteration - 1) * args.batch_size + rank * B  # each rank takes its own B of them
-            iteration_prompts = draw_prompts(prompts, first_prompt, B, args.seed)
+            token_ids, lines = map(list, zip(*draw_prompts(prompts, first_prompt, B, args.seed)))
             actor.eval()
             critic.eval()
             with autocast:
-                batch = generate(actor, tokenizer, iteration_prompts)
+                batch = generate(actor, tokenizer, token_ids)
             sequences, attention_mask, mask = batch  # (B, L), (B, L), (B, R)
             generated_at = time.time()
             parts = []
@@ -325,8 +323,9 @@ def train(args=None, resume=None):
                     log_probs, _ = get_log_probs(actor, *part, args.temperature)
                     ref_log_probs, _ = get_log_probs(reference, *part, args.temperature)
                     parts.append((log_probs, ref_log_probs, get_values(critic, *part)))
-                texts = decode(tokenizer, iteration_prompts, sequences, mask)
-                scores = score_answers(args, reward_model, batch, texts, S)  # (B,)
+                texts = decode(tokenizer, token_ids, sequences, mask)
+                answers = [answer for _, answer in texts]
+                scores = score_answers(args, reward_model, batch, lines, answers, S)  # (B,)
             log_probs, ref_log_probs, values = (torch.cat(x) for x in zip(*parts))  # (B, R)
             if not scores.isfinite().all():
                 raise UsageError(f"iteration {iteration}: a score is NaN or infinite; this iteration was not saved")
@@ -349,8 +348,6 @@ def train(args=None, resume=None):
                     if args.norm_adv and num_tokens > 1:  # one sample has no standard deviation
                         kept = mb_advantages[mask[minibatch]]
                         mb_advantages = (mb_advantages - kept.mean()) / (kept.std() + 1e-8)
-                    actor_optimizer.zero_grad()
-                    critic_optimizer.zero_grad()
                     for rows, part_advantages in zip(minibatch.split(S), mb_advantages.split(S)):
                         used = mask[rows]  # x[used] is (tokens,), without the padding
                         inputs = sequences[rows], attention_mask[rows], used
@@ -388,8 +385,7 @@ def train(args=None, resume=None):
                 "losses/explained_variance": explained_variance(values[mask], returns[mask]),
             }
             if args.model is None:
-                task_scores = [task_score(answer) for _, answer in texts]
-                scalars["charts/task_score"] = torch.tensor(np.mean(task_scores), device=device)
+                scalars["charts/task_score"] = torch.tensor(np.mean([*map(task_score, answers)]), device=device)
             # Times num_ranks, because ranks are averaged below. Every epoch trains on prompts and answers.
             token_counts = num_ranks * torch.stack([mask.sum(), args.ppo_epochs * attention_mask.sum()]).double()
             scalars["charts/generated_tokens_per_second"] = token_counts[0] / (generated_at - start_time)
@@ -580,17 +576,19 @@ def read_lines(path):
 
 
 def load_prompts(args, tokenizer, reference, reward_model):
-    """Prompts as lists of token ids. Each leaves room for an answer in the context of the models."""
+    """Pairs: token ids, which leave room for an answer in the models' context, and their line, a text or an object."""
     names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
     configs = [model.config.get_text_config() for model in (reference, reward_model)]
     response_length = reference.generation_config.max_new_tokens
     context = min(getattr(config, name, math.inf) for config in configs for name in names)
     vocab_size = min(config.vocab_size for config in configs)
     form, prompts = '{"prompt": [{"role": "user", "content": "..."}]}', []
+    is_jsonl = str(args.prompts).endswith(".jsonl")
     for number, line in enumerate(read_lines(args.prompts) if args.prompts else BUILTIN_PROMPTS, start=1):
         place = f"{args.prompts or 'the built-in task'}, line {number}"
         try:
-            prompt = json.loads(line)["prompt"] if str(args.prompts).endswith(".jsonl") else line
+            line = json.loads(line) if is_jsonl else line
+            prompt = line["prompt"] if is_jsonl else line
             if isinstance(prompt, list):
                 ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True).input_ids
             else:
@@ -603,7 +601,7 @@ def load_prompts(args, tokenizer, reference, reward_model):
             raise UsageError(f"{place}: the prompt has token {max(ids)}, but a model has only {vocab_size}")
         if len(ids) + response_length > context:
             raise UsageError(f"{place}: {len(ids)} tokens and --response-length exceed the context of {context}")
-        prompts.append(ids)
+        prompts.append((ids, line))
     # Both warnings look at the last prompt only.
     if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         print("prompts end with EOS, perhaps by the tokenizer: answers begin after the end of a text", file=sys.stderr)
@@ -789,12 +787,13 @@ def evaluate(run_dir, args):
     texts, scores, kls = [], [], []
     S = args.micro_batch_size or args.batch_size // args.num_minibatches
     for start in range(0, args.eval_episodes, S):
-        some = prompts[start : start + S]
+        token_ids, lines = map(list, zip(*prompts[start : start + S]))
         with autocast:
-            sequences, _, mask = batch = generate(actor, tokenizer, some, do_sample=not args.eval_deterministic)
+            sequences, _, mask = batch = generate(actor, tokenizer, token_ids, do_sample=not args.eval_deterministic)
             log_probs, ref_log_probs = (get_log_probs(x, *batch, args.temperature)[0] for x in (actor, reference))
-            pairs = decode(tokenizer, some, sequences, mask)
-            scores.append(score_answers(args, reward_model, batch, pairs, S))
+            pairs = decode(tokenizer, token_ids, sequences, mask)
+            answers = [answer for _, answer in pairs]
+            scores.append(score_answers(args, reward_model, batch, lines, answers, S))
             texts += pairs
         kls.append((log_probs - ref_log_probs).masked_fill(~mask, 0.0).sum(-1))
     return texts, torch.cat(scores), torch.cat(kls)
