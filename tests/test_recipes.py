@@ -90,7 +90,7 @@ def test_trains_resumes_and_loads(tmp_path, script, name):
 
 
 STACKS = [
-    ("ppo_discrete", "Counted-v0", ["time_limits_as_ends", "rnd", "self_play", "shared_parameters"]),
+    ("ppo_discrete", "Counted-v0", ["time_limits_as_ends", "rnd", "self_play"]),
     (
         "ppo_continuous",
         "Wanderer-v0",

@@ -86,7 +86,9 @@ DICT_OBSERVATIONS = pytest.mark.parametrize(
 
 
 def two_senses(script, env_id, runs_dir, **changes):
-    args = script.Args(**SMALL | {"num_envs": 16, "num_steps": 4, "num_minibatches": 1, "update_epochs": 5})
+    args = script.Args(
+        **SMALL | {"num_envs": 16, "num_steps": 4, "num_minibatches": 1, "update_epochs": 5, "learning_rate": 1e-3}
+    )
     return dataclasses.replace(args, env_id=env_id, runs_dir=str(runs_dir), **changes)
 
 
@@ -121,9 +123,14 @@ def test_image_and_vector_are_both_seen(script, recipe, env_id, steps, tmp_path)
         for i in (1, 3):  # log-probability, value
             before, after = (agent.get_action_and_value(x, action)[i] for x in (normalized, other))
             assert changed.any() and ((before - after).abs() > 1e-4).equal(changed)
+    # The value is no sum of a function of the image and one of the vector: these would cancel.
+    (pixels, vectors), (other_pixels, other_vectors) = agent.split(normalized), agent.split(normalized.roll(1, 0))
+    pairs = [(a, b) for a in (pixels, other_pixels) for b in (vectors, other_vectors)]
+    value = [agent.get_value(torch.cat(pair, -1)) for pair in pairs]
+    assert (value[0] - value[1] - value[2] + value[3]).abs().max() > 1e-2
     with pytest.raises(ValueError, match=str(37 * 36 * 3 + 3)):
         agent.predict(flat_rows[:, 1:])
-    with pytest.raises(script.UsageError, match="image and vector"):
+    with pytest.raises(script.UsageError, match="a Dict space of image"):
         script.train(dataclasses.replace(args, env_id="box/Target-v0"))
 
 
@@ -179,9 +186,8 @@ def test_layer_norm_takes_the_scale_out_of_preactivations():
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
 
 
-def test_a_native_vector_of_images(tmp_path):
-    """ale-py's is taken, as the recipe says."""
+def test_a_native_vector_of_other_images(tmp_path):
+    """ale-py's is refused: --evaluate would see other images."""
     script = with_recipes("ppo_rnn", "images_with_memory")
-    envs = script.make_envs(small(script, tmp_path, env_id="ale_py:ALE/Pong-v5"), 2)
-    assert envs.single_observation_space.shape == (4, 84, 84)
-    envs.close()
+    with pytest.raises(script.UsageError, match="another observation space in a vector"):
+        script.make_envs(small(script, tmp_path, env_id="ale_py:ALE/Pong-v5"), 2)

@@ -62,17 +62,24 @@ def test_exact_resume_with_other_environments(tmp_path, capsys):
     script.train(args, resume=run_dir)
     assert "new episodes" in capsys.readouterr().out
     assert script.load_checkpoint(run_dir)["global_step"] == 1280
+    native = small(script, tmp_path, env_id="benchmark.process_envs:box/Chain-v0")
+    _, run_dir = script.train(native)
+    native.total_timesteps *= 2
+    script.train(native, resume=run_dir)
+    assert "new episodes" in capsys.readouterr().out
 
 
 def test_init_from(tmp_path):
-    """A new run begins with the weights and statistics of another, and with an optimizer that has made no step."""
+    """A new run begins with the weights and observation statistics of another, and with an optimizer that has made no
+    step. Statistics of returns begin anew: the reward may be another one."""
     module = with_recipes("ppo_continuous", "init_from")
     first, run_dir = module.train(small(module, tmp_path))
     still = {"learning_rate": 0.0, "anneal_lr": False, "norm_obs": False, "norm_reward": False}
     second, new_dir = module.train(small(module, tmp_path, init_from=str(run_dir), total_timesteps=64, **still))
     assert new_dir != run_dir
+    assert second.return_rms.count == 0 < first.return_rms.count
     for name, tensor in second.state_dict().items():
-        if name != "log_std_shift":
+        if name not in ("log_std_shift", "return_rms.count"):
             torch.testing.assert_close(tensor, first.state_dict()[name], msg=name)
     state = torch.load(new_dir / "checkpoint.pt")["optimizer"]["state"][0]
     assert state["step"] <= SMALL["num_minibatches"] * SMALL["update_epochs"]

@@ -41,7 +41,7 @@ class Numbered(gym.Env):
 
 gym.register("recipes/Numbered-v0", Numbered, max_episode_steps=16)
 ARGS = {"env_id": "recipes/Numbered-v0", "num_envs": 8, "num_minibatches": 2, "update_epochs": 3, "gamma": 0.9}
-ARGS |= {"total_timesteps": 512, "learning_rate": 1e-2, "stagger_envs": False}
+ARGS |= {"total_timesteps": 512, "learning_rate": 1e-2}
 ONE_STEP = {"total_timesteps": 128, "num_minibatches": 1, "update_epochs": 1}
 
 
@@ -87,7 +87,7 @@ def test_two_ranks_train_as_one(tmp_path):
     for name in (name for name in alone.state_dict() if "rms" in name):
         torch.testing.assert_close(first["agent"][name], alone.state_dict()[name], rtol=1e-9, atol=0)
     table = episodes(one)
-    assert episodes(two)[: len(table)] == table and len(table) == 1 + 4 * 8
+    assert episodes(two)[: len(table)] == table and len(table) == 1 + 4 * 8 - 7  # shortened ones are not logged
 
 
 def test_two_ranks_take_the_mean_gradient(tmp_path):
