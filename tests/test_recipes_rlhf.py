@@ -87,3 +87,11 @@ def test_lora(rlhf_args, models, watch, monkeypatch, main):
         torch.testing.assert_close(module.load_checkpoint(half)[name], saved[name], atol=0, rtol=0)
     evaluated = main(module, "--evaluate", whole, "--eval-episodes=8")
     assert evaluated.returncode == 0 and "KL to the reference 0.000" not in evaluated.stdout
+
+    # The built-in models have just been trained: nothing of that may move them.
+    builtin = {"model": None, "reward_model": None, "prompts": None, "supervised_steps": 2, "total_episodes": 8}
+    _, run_dir = module.train(args(**settings | builtin))
+    _, (_, reference, _) = made[-1]
+    now = {name.replace("base_layer.", ""): x for name, x in reference.state_dict().items()}
+    saved = module.AutoModelForCausalLM.from_pretrained(run_dir / "supervised").state_dict()
+    assert all(torch.equal(x, now[name]) for name, x in saved.items())
