@@ -493,10 +493,10 @@ def make_builtin_models(args):
         batch = join_answers(prompt_ids, prompt_mask, nn.utils.rnn.pad_sequence(rows, batch_first=True), 0)
         log_probs, _ = get_log_probs(model, *batch, temperature=1.0)
         errors = get_scores(reward_model, *batch) - torch.tensor([task_score(answer) for answer in answers])
-        optimizer.zero_grad()
         (errors.square().mean() - log_probs[batch[-1]].mean()).backward()  # batch[-1]: the mask
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / args.supervised_steps)
         optimizer.step()
+        optimizer.zero_grad()
     return tokenizer, model, reward_model
 
 
