@@ -101,7 +101,7 @@ def brax(notebook):
 
 if __name__ == "__main__":
     torch.manual_seed(1)
-    torch.normal = lambda mean, std: mean + std * wave(mean)
+    torch.normal = lambda mean, std: mean + std * wave(mean)  # with a gradient, unlike the real one: docs/gpu_sim.md
     torch.randperm = lambda n, **_: torch.arange(n)
     result = {"recipe": __doc__, "rsl_rl": rsl_rl(), "brax": brax(sys.argv[1])}
     Path(__file__).with_suffix(".json").write_text(json.dumps(result) + "\n")
