@@ -10,6 +10,8 @@ PENDULUM_NO_VEL = "--num-envs 16 --learning-rate 5e-4 --gamma 0.95 --num-minibat
 PENDULUM_NO_VEL += " --target-kl 0.02"
 SWIMMER = "--gamma 0.9999 --gae-lambda 0.98 --num-envs 10 --num-steps 200"
 RARE = "--no-norm-adv --ent-coef 0"  # where rewards are rare, normalized advantages are mostly noise
+PONG = "--num-minibatches 16 --learning-rate 5e-4 --clip-coef 0.2"
+SHORT_ATARI = "Breakout Boxing Freeway Qbert"
 SUITES = {
     "classic": [
         ("ppo_discrete", "CartPole-v1", "--total-timesteps 200000"),
@@ -27,6 +29,11 @@ SUITES = {
     ],
     "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],
     "atari": [("ppo_atari", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
+    # What one CPU core carries in two hours or less. Pong has settings that learn from fewer steps.
+    "atari-short": [
+        ("ppo_atari", "ALE/Pong-v5", f"--total-timesteps 1200000 {PONG}"),
+        *(("ppo_atari", f"ALE/{name}-v5", "--total-timesteps 500000") for name in SHORT_ATARI.split()),
+    ],
     "memory": [
         ("ppo_discrete", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
         ("ppo_rnn", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000 --num-steps 256"),
