@@ -41,7 +41,7 @@ PICTURES = ROOT / "docs" / "pictures"
 SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "long", "atari", "memory")  # docs/results.md has these
 PUBLISHABLE = (*(name for name in SUITES if name != "breadth"), *suites.BREADTH)
 PEERS = {"sb3-ppo-defaults": "SB3, its defaults", "sb3-ppo-zoo": "SB3, RL Zoo's settings"}  # of results/peers.csv
-PEERS |= {"sb3-trpo-zoo": "TRPO, RL Zoo's settings"}
+PEERS |= {"sb3-trpo-zoo": "TRPO, RL Zoo's settings", "cleanrl": "CleanRL's ppo_atari.py"}
 SPEED = {
     "continuous-1": "`ppo_continuous.py`, HalfCheetah-v4, 1 x 2048, CleanRL's settings",
     "continuous-8": "`ppo_continuous.py`, HalfCheetah-v4, 8 x 256, CleanRL's settings",
@@ -229,23 +229,26 @@ def equal(steps, others):
 
 
 def read_peers(suite):
-    """{exp_name: {env_id: rows}} of the runs of peers.py on a suite's tasks: three seeds or more, with our steps"""
-    ours = {env_id: steps for env_id, *_, steps in read_suite(suite)}
+    """{exp_name: {env_id: rows}} of the runs of peers.py on a suite's tasks, with our steps and as many seeds as ours,
+    of which three are enough"""
+    ours = {key[0]: rows for key, rows in read_suite(suite).items()}
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
-        rows = [row for row in rows if env_id in ours and equal(row["global_step"], ours[env_id])]
+        rows = [row for row in rows if env_id in ours and equal(row["global_step"], ours[env_id][0]["global_step"])]
         if len(rows) != len({row["seed"] for row in rows}):
             raise SystemExit(f"results/peers.csv has a seed twice for {name} {env_id}")
-        if name in PEERS and len(rows) >= 3:  # no table has a column for TRPO with its defaults
+        wanted = min(3, len(ours.get(env_id, [])))
+        if name in PEERS and rows and len(rows) >= wanted:  # no table has a column for TRPO with its defaults
             peers[name][env_id] = rows
         elif name in PEERS and rows:
-            print(f"left out of {suite}: {name} {env_id} has {len(rows)} of 3 seeds", file=sys.stderr)
+            print(f"left out of {suite}: {name} {env_id} has {len(rows)} of {wanted} seeds", file=sys.stderr)
     return peers
 
 
 def peer_cell(rows, unit):
     """The mean of the last 100 training episodes and, in brackets, of the evaluations; then the number of seeds"""
-    return f"{number(mean_return(rows), unit)} ({number(mean_return(rows, 'evaluation'), unit)}; {len(rows)})"
+    evaluated = "" if rows[0]["evaluation"] == "" else f"{number(mean_return(rows, 'evaluation'), unit)}; "
+    return f"{number(mean_return(rows), unit)} ({evaluated}{len(rows)})"
 
 
 def files_of(name):

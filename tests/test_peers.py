@@ -27,3 +27,15 @@ def test_rows_of_other_libraries(tmp_path):
     for budget in ("20000", "8000"):
         other = subprocess.run([*command, "--total-timesteps", budget], capture_output=True, text=True)
         assert "has sb3-ppo-defaults Acrobot-v1 with another budget" in other.stderr
+
+
+def test_atari(tmp_path):
+    pytest.importorskip("ale_py")
+    out = tmp_path / "peers.csv"
+    words = ["--suite", "atari-short", "--tasks", "ALE/Breakout-v5", "--seeds", "1", "--out", out]
+    words += ["--total-timesteps", "2048"]
+    subprocess.run([sys.executable, ROOT / "benchmark" / "peers.py", *words], check=True)
+    (row,) = csv.DictReader(out.read_text().splitlines())
+    assert row["exp_name"] == "sb3-ppo-zoo"
+    assert 1 <= int(row["episodes"]) <= 16  # whole games, not lives
+    assert len(row["curve"].split()) > 5  # steps of four frames: else the first game would end after the last step

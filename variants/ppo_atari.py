@@ -148,9 +148,10 @@ class Agent(nn.Module):
         self.sizes = self.action_sizes.flatten().tolist()  # the same as a list of length K; its sum is A
         self.register_buffer("obs_shape", torch.tensor(obs_shape))
         self.encoder = NatureCNN(obs_shape)
-        self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
         # gain 0.01: outputs start near 0, so the first policy hardly depends on the observation.
+        # Before the critic: after its single bias, these weights would be misaligned, and CUDA graphs copy such inputs.
         self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
 
     def get_value(self, obs):
         """(..., D) -> (...)"""
@@ -344,7 +345,7 @@ def train(args=None, resume=None):
             # ------------------------------------------------------------------------------------------------ rollout
             episodes, raw_final_obs = [], []
             for t in range(T):
-                obs[t] = torch.from_numpy(raw_next_obs)
+                obs[t].copy_(torch.from_numpy(raw_next_obs), non_blocking=True)  # need not wait for the copy
                 action_masks[t] = read_masks(infos, agent.sizes).to(device) if "action_mask" in infos else True
                 actions[t], log_probs[t], env_actions = act(obs[t], action_masks[t])
                 raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
