@@ -541,6 +541,8 @@ def make_envs(args, num_envs):
     except (gym.error.Error, TypeError):  # none, or one without this mode
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
         envs.spec = envs.envs[0].spec
+    if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP:  # it ignored the option
+        raise UsageError(f"{args.env_id}: its vector must have autoreset_mode SAME_STEP, and say so in its metadata")
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it")
     if not isinstance(envs.single_action_space, gym.spaces.Box) or envs.single_action_space.dtype.kind != "f":

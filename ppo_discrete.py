@@ -533,6 +533,8 @@ def make_envs(args, num_envs):
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **json.loads(args.env_kwargs))
     except (gym.error.Error, TypeError):  # none, or one without this mode
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
+    if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP:  # it ignored the option
+        raise UsageError(f"{args.env_id}: its vector must have autoreset_mode SAME_STEP, and say so in its metadata")
     if len(envs.single_observation_space.shape or ()) != 1:
         raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
     choices(envs.single_action_space)  # rejects others

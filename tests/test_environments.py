@@ -206,6 +206,20 @@ gym.register("native/Shaped-v0", vector_entry_point=Native, kwargs={"member": "b
 gym.register("native/Limited-v0", vector_entry_point=Native, kwargs={"member": "box/Chain-v0"}, max_episode_steps=40)
 
 
+def deaf(num_envs, autoreset_mode):
+    return Native(num_envs, gym.vector.AutoresetMode.NEXT_STEP)
+
+
+gym.register("native/Deaf-v0", vector_entry_point=deaf)
+
+
+@ONE
+def test_a_vector_with_another_autoreset_mode(script, small_args, main):
+    """A vector that ignores the mode it is asked for would train on transitions from one episode to the next."""
+    refused = main(script, *flags_of(**vars(small_args(env_id="native/Deaf-v0")) | {"hidden_sizes": "[64, 64]"}))
+    assert_one_line(refused, "native/Deaf-v0: its vector must have autoreset_mode SAME_STEP, and say so in")
+
+
 @ONE
 def test_a_vector_that_is_not_flat(script, small_args, main):
     """Refused in one line, as ALE's games are."""

@@ -16,23 +16,25 @@
 
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
-2. Observations are uint8 images, stored as they are. Actor and critic share the Nature CNN.
-3. Actor and critic learn from the sign of the rewards. Logged returns are raw.
+2. Observations are uint8 images, stored as they are. Only Atari's are stacked. Actor and critic share the Nature CNN.
+3. Actor and critic learn from the sign of the rewards, not with --no-clip-reward. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
-7. Atari games run in ale-py's vector, nearly as in OpenAI's baselines: no sticky actions; a game starts with FIRE
-   and up to 28 no-ops (29 without FIRE); frame skip 4; 4 stacked grey frames of 84 x 84; truncation after
-   108,000 frames. A lost life counts as a termination, but the game goes on. Then the policy itself must press FIRE.
-   Logs count whole games. --env-kwargs '{"repeat_action_probability": 0.25}': sticky actions (Machado et al. 2018).
+7. Atari games run in ale-py's vector, almost as in OpenAI's baselines: no sticky actions; frame skip 4; 4 stacked
+   grey frames of 84 x 84; truncation after 108,000 frames. A lost life counts as a termination, but the game goes on.
+   Unlike there, a game starts with FIRE and up to 28 no-ops (29 without FIRE), and after a lost life the policy itself
+   must press FIRE. Logs count whole games. For sticky actions (Machado et al. 2018):
+   --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, ranks share the environments equally and average their gradients. --norm-adv acts within a rank.
 The defaults are those of OpenAI's baselines, but the value loss is not clipped. --preset cleanrl clips it. Items 1,
 5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
-Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (batch), M = T * N / num_minibatches, D = image shape,
-K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4), E = number of truncations in a rollout.
-actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
-and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
+Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (batch of all ranks), M = T * N / num_minibatches
+(minibatch of a rank), D = image shape, K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4),
+E = number of truncations in a rollout. actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode,
+terminations[t] or truncations[t] is True, and obs[t + 1] begins the next episode, or continues the game after a lost
+life. CleanRL stores these flags as dones[t + 1].
 """
 
 import argparse
@@ -139,7 +141,8 @@ class NatureCNN(nn.Module):
 
 class Agent(nn.Module):
     """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
-    images (..., D) into features (..., 512). No dropout, no batch norm: nothing calls `eval`."""
+    raw images (..., D), any number and also none, into features (..., 512). No dropout, no batch norm: nothing calls
+    `eval`."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
@@ -149,7 +152,7 @@ class Agent(nn.Module):
         self.register_buffer("obs_shape", torch.tensor(obs_shape))
         self.encoder = NatureCNN(obs_shape)
         # gain 0.01: outputs start near 0, so the first policy hardly depends on the observation.
-        # Before the critic: after its single bias, these weights would be misaligned, and CUDA graphs copy such inputs.
+        # Actor first: after the critic's one bias, its weights would be misaligned, and CUDA graphs copy such inputs.
         self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
 
@@ -287,7 +290,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # two: 1.5 times as fast on idle cores, a third of the speed beside a busy process
+        torch.set_num_threads(1)  # two are 1.5 times as fast on idle cores, but 3 times slower beside a busy process
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
@@ -358,7 +361,8 @@ def train(args=None, resume=None):
                 episode_lengths += 1
                 episode_over = terminated | truncated
                 if "episode_frame_number" in infos:  # Atari, where `terminated` may be a lost life
-                    episode_over &= infos["episode_frame_number"] < frame_numbers  # a new game restarts the count
+                    # For logs only: a new game restarts the count, a lost life does not.
+                    episode_over &= infos["episode_frame_number"] < frame_numbers
                     frame_numbers = infos["episode_frame_number"]
                 for i in np.flatnonzero(episode_over):
                     final_info = infos.get("final_info", {})
@@ -545,6 +549,8 @@ def make_envs(args, num_envs):
         if "ALE/" in args.env_id:
             raise UsageError(f"{args.env_id}, --env-kwargs {args.env_kwargs}: {error}") from error
         envs = gym.vector.SyncVectorEnv([lambda: make_env(args)] * num_envs, **options)
+    if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP:  # it ignored the option
+        raise UsageError(f"{args.env_id}: its vector must have autoreset_mode SAME_STEP, and say so in its metadata")
     space = envs.single_observation_space
     if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
