@@ -6,8 +6,9 @@
 Answer (speed_gpu_sim.csv, the last command, three repeats): 12,680 on one CPU thread, 1.31 times rsl_rl's
 9,650. The first command needs a GPU and has not been run.
 
-Both sides have the same networks, batch, minibatches and epochs, and take turns. Their first iterations, in which
-things are compiled, are not timed. The script uses the GPU where there is one. Rows go to speed_gpu_sim.csv.
+Both sides have the same networks, batch, minibatches and epochs, and take turns. Ours is compiled and writes its
+logs; rsl_rl is not compiled, which is its default, and writes none. The first iterations are not timed. The script
+uses the GPU where there is one. Rows go to speed_gpu_sim.csv.
 """
 
 import dataclasses
