@@ -284,6 +284,7 @@ class Floats(gym.vector.VectorEnv):
     def __init__(self, num_envs, autoreset_mode):
         self.num_envs, self.single_action_space = num_envs, gym.spaces.Discrete(2)
         self.single_observation_space = gym.spaces.Box(0.0, 1.0, (40, 48, 3))
+        self.metadata = {"autoreset_mode": autoreset_mode}
 
 
 gym.register("images/Floats-v0", Sides, vector_entry_point=Floats, disable_env_checker=True)
