@@ -38,7 +38,7 @@ from run_folder import (
 
 RESULTS = ROOT / "benchmark" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "long", "atari", "memory")  # docs/results.md has these
+SUITES = ("mujoco", "mujoco-tuned", "mujoco-v5", "breadth", "long", "atari", "atari-short", "memory")  # docs/results.md
 PUBLISHABLE = (*(name for name in SUITES if name != "breadth"), *suites.BREADTH)
 PEERS = {"sb3-ppo-defaults": "SB3, its defaults", "sb3-ppo-zoo": "SB3, RL Zoo's settings"}  # of results/peers.csv
 PEERS |= {"sb3-trpo-zoo": "TRPO, RL Zoo's settings", "cleanrl": "CleanRL's ppo_atari.py"}
@@ -461,7 +461,8 @@ def draw_curves(runs, path):
             (legend[label],) = axis.plot(grid, mean, color=color, linewidth=2, marker=marker)
             axis.fill_between(grid, *band, color=color, alpha=0.2, linewidth=0)
         for text, (column, style) in OTHERS.items():
-            if row := published.get((env_id, column)):
+            row = published.get((env_id, column))
+            if row and int(row["steps"]) <= 1e4 * grid[-1]:  # not from more than ten times our steps
                 legend[text] = axis.axhline(float(row["mean_return"]), color="0.4", linestyle=style, linewidth=1.2)
         counts = sorted({len(curves) for curves in settings.values()})
         count = (" or " if len(counts) == 2 else " to ").join(map(str, dict.fromkeys((counts[0], counts[-1]))))
