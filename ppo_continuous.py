@@ -366,7 +366,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # A changed number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
+        # A new value of a number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage

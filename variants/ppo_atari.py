@@ -327,7 +327,7 @@ def train(args=None, resume=None):
             gradient = torch.cat([x.flatten() for x in gradients])
             return gradient, metrics
 
-        # A changed number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
+        # A new value of a number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage
