@@ -17,7 +17,7 @@
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are uint8 images, stored as they are. Only Atari's are stacked. Actor and critic share the Nature CNN.
-3. Actor and critic learn from the sign of the rewards, not with --no-clip-reward. Logged returns are raw.
+3. Actor and critic learn from the sign of the rewards (--no-clip-reward: from their values). Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
@@ -141,8 +141,7 @@ class NatureCNN(nn.Module):
 
 class Agent(nn.Module):
     """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
-    raw images (..., D), any number and also none, into features (..., 512). No dropout, no batch norm: nothing calls
-    `eval`."""
+    raw images (..., D), even 0 of them, into features (..., 512). No dropout, no batch norm: nothing calls `eval`."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
