@@ -8,9 +8,9 @@
 RL Zoo (rl_zoo3) makes the environments and the agent. `zoo` means its settings for the task, or for the nearest task
 that it has; `defaults` means the library's defaults. Every run gets the budget of the suite. Figures are measured as
 ours are: the mean raw return of the last 100 training episodes, and 10 episodes that the trained agent plays without
-exploring. Each run adds a row to --out when it ends. The same command again makes only the runs that are missing.
-CleanRL's script runs with its own defaults, from a checkout at PATH that is prepared as in speed.py. It saves no agent
-to evaluate.
+exploring (Atari: with sampled actions). Each run adds a row to --out when it ends. The same command again makes only
+the runs that are missing. CleanRL's script runs with its own defaults, from a checkout at PATH that is prepared as in
+speed.py. It saves no agent to evaluate.
 """
 
 import argparse
@@ -37,7 +37,7 @@ import tyro
 import yaml
 from rl_zoo3.exp_manager import ExperimentManager
 from run_folder import FIELDS, ROOT, curve, falls, installed_versions, load_script, machine, read_csv
-from speed import CLEANRL_ATARI
+from speed import CLEANRL_ATARI, versions_of
 from suites import SUITES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -116,9 +116,6 @@ def run_cleanrl(checkout, task, seed, budget, about):
         events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()  # 0: all of them
     returns = events.Scalars("charts/episodic_return")  # raw, of whole games
     episodes = [{"global_step": event.step, "episodic_return": event.value} for event in returns]
-    code = "import torch, gymnasium, ale_py; print('torch', torch.__version__, 'gymnasium', gymnasium.__version__,"
-    code += " 'ale-py', ale_py.__version__)"
-    versions = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
     git = ["git", "-C", checkout, "describe", "--always"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     return {
@@ -130,7 +127,7 @@ def run_cleanrl(checkout, task, seed, budget, about):
         "flags": json.dumps({"n_timesteps": budget}),
         **figures(episodes, events.Scalars("charts/SPS")[-1].step),
         **about,
-        "versions": f"{versions} cleanrl {commit}",
+        "versions": f"{versions_of(python)} cleanrl {commit}",
     }
 
 
@@ -162,13 +159,15 @@ def run(algorithm, settings, task, seed, budget, about):
             eval_env = experiment.create_envs(1, eval_env=True, no_log=True)
             stable_baselines3.common.vec_env.sync_envs_normalization(model.env, eval_env)
             eval_env.seed(seed)
-            evaluation, _ = stable_baselines3.common.evaluation.evaluate_policy(model, eval_env, n_eval_episodes=10)
+            evaluation, _ = stable_baselines3.common.evaluation.evaluate_policy(
+                model, eval_env, n_eval_episodes=10, deterministic=not task.startswith("ALE/")
+            )
         episodes = []  # as rows of episodes.csv
         for monitor in Path(experiment.save_path).glob("*.monitor.csv"):
             length = 0
             for row in csv.DictReader(monitor.read_text().splitlines()[1:]):  # the first line is a comment
                 length += int(row["l"]) // frames
-                step = length * experiment.n_envs
+                step = min(length * experiment.n_envs, model.num_timesteps)  # Atari's lengths include no-ops and FIRE
                 episodes.append({"global_step": step, "episodic_return": row["r"], "episodic_length": row["l"]})
         episodes.sort(key=lambda episode: episode["global_step"])
         return {
@@ -217,7 +216,10 @@ def main(args):
     failed = 0
     packages = "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"
     about = machine() | {"versions": installed_versions(*packages)}
-    with ProcessPoolExecutor(args.jobs, spawn) as pool:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as cleanup:
+        pool = ProcessPoolExecutor(args.jobs, spawn)
+        cleanup.callback(pool.shutdown, cancel_futures=True)  # after Ctrl-C no run begins
         futures = {pool.submit(function, *words, about): words for _, function, words in jobs}
         for number, future in enumerate(as_completed(futures), 1):
             try:
