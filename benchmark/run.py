@@ -142,10 +142,8 @@ def find_run(job):
     wanted = {name: value for name, value in vars(job.parsed).items() if name not in other}
     wanted = json.loads(json.dumps(wanted | {"script": job.script.stem}))  # tuples as lists, as in args.json
     for run_dir in sorted(job.runs_dir.glob(f"{job.name}__*"), reverse=True):
-        if (run_dir / "checkpoint.pt").is_file():
-            found = read_args(run_dir)  # an earlier version of the script may lack some
-            if all(found.get(name, value) == value for name, value in wanted.items()):
-                return run_dir
+        if (run_dir / "checkpoint.pt").is_file() and wanted.items() <= read_args(run_dir).items():
+            return run_dir
     return None
 
 

@@ -125,7 +125,7 @@ def beside(before, contestants):
 
 
 def from_checkout(checkout, script, **flags):
-    """The same for a script of CleanRL's or LeanRL's checkout, whose flags have the same names."""
+    """The command line of a script in CleanRL's or LeanRL's checkout, by the number of steps. Flags have our names."""
     program = [str(checkout / ".venv" / "bin" / "python"), str(checkout / script), "--no-cuda"]
     return lambda steps: [*program, *to_words(flags), f"--total-timesteps={steps}"]
 

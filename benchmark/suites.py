@@ -29,7 +29,7 @@ SUITES = {
     ],
     "mujoco-v5": [("ppo_continuous", f"{name}-v5", "") for name in MUJOCO.split()],
     "atari": [("ppo_atari", f"ALE/{name}-v5", "") for name in ("Pong", "Breakout", "BeamRider")],
-    # What one CPU core carries in an hour or two. Pong has settings that learn from fewer steps.
+    # What one CPU core carries in a few hours. Pong has settings that learn from fewer steps.
     "atari-short": [
         ("ppo_atari", "ALE/Pong-v5", f"--total-timesteps 1200000 {PONG}"),
         *(("ppo_atari", f"ALE/{name}-v5", "--total-timesteps 500000") for name in SHORT_ATARI.split()),

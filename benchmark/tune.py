@@ -187,7 +187,7 @@ def main():
         return statistics.median(scores)
 
     def give_up(study, trial):
-        last = [each.state for each in study.trials[-5:]]
+        last = [each.state for each in study.trials if each.state.is_finished()][-5:]
         if len(last) == 5 and all(state == TrialState.FAIL for state in last):
             study.stop()  # the fault is not in the settings; the log says which
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,12 +48,18 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def run_dir(tmp_path):
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
     """The finished run of seed 1, not evaluated yet."""
-    (job,) = suites.make_jobs(suites.Args("classic", seeds=1, runs_dir=tmp_path, **ONE_RUN), QUICK)
-    _, run_dir = ppo_discrete.train(job.parsed)
-    return run_dir
+    runs_dir = tmp_path_factory.mktemp("runs")
+    (job,) = suites.make_jobs(suites.Args("classic", seeds=1, runs_dir=runs_dir, **ONE_RUN), QUICK)
+    return ppo_discrete.train(job.parsed)[1]
+
+
+@pytest.fixture
+def run_dir(finished_run, tmp_path):
+    """A copy of it, in the folder of the test."""
+    return shutil.copytree(finished_run, tmp_path / finished_run.name)
 
 
 ONE_RUN = {"tasks": ("CartPole-v1",), "total_timesteps": 4096}
@@ -61,7 +68,7 @@ ONE_RUN = {"tasks": ("CartPole-v1",), "total_timesteps": 4096}
 def test_suite_stops_and_goes_on(tmp_path, main, monkeypatch):
     """SIGTERM: the runs stop and say how to continue. Then run.py is killed, but not what it started: the next one,
     here on a machine without git, waits for this orphan, so nothing runs twice. Once more, and nothing is trained."""
-    words = words_of(tmp_path, "--seeds=1", steps=40_000)
+    words = words_of(tmp_path, "--seeds=1", steps=20_000)
 
     def stop_when_saved():
         while not list(tmp_path.glob("*/checkpoint.pt")):
@@ -76,7 +83,7 @@ def test_suite_stops_and_goes_on(tmp_path, main, monkeypatch):
     assert "ppo_discrete.py --resume" in log.read_text().partition("to resume: python ")[2]
     assert run_folder.summarise(run_dir) is None
 
-    process = start_suite(tmp_path, "--seeds=1", steps=40_000)
+    process = start_suite(tmp_path, "--seeds=1", steps=20_000)
     saved = times_of([run_dir])
     wait_for(lambda: times_of([run_dir]) != saved, process)
     process.kill()  # but not what it started
@@ -86,7 +93,7 @@ def test_suite_stops_and_goes_on(tmp_path, main, monkeypatch):
     assert "1 of 1 runs have finished" in done.stdout and run_dirs(tmp_path) == [run_dir]
     assert log.read_text().count(": step ") == 2  # the run that was stopped and the orphan print this line once
     row = run_folder.summarise(run_dir)
-    assert (row["global_step"], row["commit"]) == (38_912, "") and "torch" in row["versions"] and row["evaluation"]
+    assert (row["global_step"], row["commit"]) == (18_432, "") and "torch" in row["versions"] and row["evaluation"]
 
     saved = times_of([run_dir])
     assert "1 of 1 runs have finished" in main(suites, *words).stdout
@@ -118,6 +125,17 @@ def test_versions_of_a_script_do_not_mix(run_dir, tmp_path):
         suites.make_jobs(suites.Args("classic", seeds=1, first_seed=2, runs_dir=tmp_path, **ONE_RUN), QUICK)
     suites.make_jobs(suites.Args("classic", exp_name="after", runs_dir=tmp_path, **ONE_RUN), QUICK)
     suites.make_jobs(suites.Args("classic", runs_dir=tmp_path, **ONE_RUN | {"total_timesteps": 8192}), QUICK)
+
+
+def test_run_without_a_new_flag_is_another_run(run_dir, tmp_path):
+    """It is of an earlier script, which did not have the flag. So it is no result of the flag's value: it runs anew."""
+    path = run_dir / "args.json"
+    settings = json.loads(path.read_text())
+    del settings["clip_coef"]
+    path.write_text(json.dumps(settings))
+    (job,) = suites.make_jobs(suites.Args("classic", seeds=1, runs_dir=tmp_path, **ONE_RUN), QUICK)
+    suites.run_job(job, None, set(), threading.Event())
+    assert len(run_dirs(tmp_path)) == 2
 
 
 def test_suite_names_what_failed(run_dir, tmp_path, main):
