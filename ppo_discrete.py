@@ -89,7 +89,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = False  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # in the value loss, limit the value's change to clip_coef, as in OpenAI's baselines
+    clip_vloss: bool = False  # limit the value's change to clip_coef per update; per epoch with --recompute-advantages
     ent_coef: float = 5e-4  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
@@ -356,7 +356,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # A new value of a number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
+        # A new value of a number in args recompiles these; the ninth fails. A schedule needs a tensor: see `compiled`.
         act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
 
         # ---------------------------------------------------------------------------------------------------- storage

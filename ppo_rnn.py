@@ -102,7 +102,7 @@ class Args:  # the comments are what --help prints
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = True  # recompute values, advantages and returns before epochs 2, 3, ...
     clip_coef: float = 0.2  # the probability ratio is clipped to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = False  # in the value loss, limit the value's change to clip_coef, as in OpenAI's baselines
+    clip_vloss: bool = False  # limit the value's change to clip_coef per update; per epoch with --recompute-advantages
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which is 0.5 * mean squared error (SB3: without the 0.5)
     max_grad_norm: float = 0.5  # clip the norm of the gradient (all parameters together) to this; 0: no clipping
@@ -164,7 +164,7 @@ class Memory(nn.Module):
     the given one unchanged. It is compiled; replay is not. The simplest replay is a loop over t: first
     state = state.masked_fill(episode_starts[t].unsqueeze(-1), 0.0), then step. Remember nothing outside the state, and
     use no dropout. Every parameter must affect the loss. Check: with --update-epochs 1 --num-minibatches 1,
-    losses/approx_kl is 0 up to rounding."""
+    losses/approx_kl stays 0, up to rounding, to the end of a run."""
 
     def __init__(self, cell, input_size, hidden_size):
         super().__init__()
@@ -175,7 +175,7 @@ class Memory(nn.Module):
             nn.init.orthogonal_(weight)
         for bias in (self.cell.bias_ih, self.cell.bias_hh):
             nn.init.zeros_(bias)
-        # PyTorch's kernel for whole sequences. It has no weights: `replay` passes the cell's. parameters() skips lists.
+        # A kernel for whole sequences, without weights: `replay` passes the cell's. A list hides it from parameters().
         self.kernel = [(nn.LSTM if self.is_lstm else nn.GRU)(input_size + 1, hidden_size, device="meta")]
 
     def step(self, obs, state):
@@ -223,7 +223,7 @@ class Agent(nn.Module):
 
     raw_obs come from the environment; obs come from normalize_obs. The memory turns obs into features, which actor and
     critic read. To put a network before the memory, make it in Memory.__init__, set input_size to its output size, and
-    begin Memory.step and Memory.replay with obs = self.encoder(obs). It must take any batch shape, (0, D) too."""
+    begin Memory.step and Memory.replay with obs = self.encoder(obs). Any batch shape must work, (0, D) too."""
 
     def __init__(self, obs_shape, actions, args):
         """actions: arrays by name, from describe_actions"""
@@ -356,7 +356,7 @@ def estimate_advantages(agent, rollout, rewards, terminations, truncations, gamm
 
     rollout: all_obs (T + 1, N, D), whose row T follows the last step; episode_starts (T + 1, N); first_state (N, S),
     the state before all_obs[0]; final_obs (E, D) and final_states (E, S) of the truncated episodes, in the order of
-    truncations.nonzero(). In epochs 2, 3, ... the states are from older weights."""
+    truncations.nonzero(). Later epochs use the same states, which older weights made."""
     all_obs, episode_starts, first_state, final_obs, final_states = rollout
     all_values = agent.get_value(agent.memory.replay(all_obs, episode_starts, first_state))  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].clone()  # not a view, because a line below writes into it
@@ -466,7 +466,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # A new value of a number in args recompiles these, at most 8 times. A schedule needs a tensor: see `compiled`.
+        # A new value of a number in args recompiles these; the ninth fails. A schedule needs a tensor: see `compiled`.
         act, compiled_loss = compiled(act, args), compiled(ppo_loss, args)
 
         # ---------------------------------------------------------------------------------------------------- storage

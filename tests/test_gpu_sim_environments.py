@@ -258,14 +258,15 @@ def brax_cart():
     class Cart(Env):
         observation_size, action_size, backend = 1, 1, None
 
-        def __init__(self, backend):
+        def __init__(self, backend, force=0.0):
             assert backend == "spring"  # the default
+            self.force = force
 
         def reset(self, rng):
             return State(None, jax.random.uniform(rng, (1,), minval=-0.05, maxval=0.05), *jax.numpy.zeros(2))
 
         def step(self, state, action):
-            obs = 1.2 * state.obs + 0.05 * action
+            obs = 1.2 * state.obs + self.force * action
             return state.replace(obs=obs, reward=1.0, done=jax.numpy.where(abs(obs[0]) > 0.2, 1.0, 0.0))
 
     register_environment("cart", Cart)
@@ -274,7 +275,8 @@ def brax_cart():
 
 def test_brax(tmp_path, brax_cart):
     """Shapes, ends, observations before and after the restart; then it is learned from."""
-    args = make_args(tmp_path, "google", env_id=brax_cart, num_envs=64, env_kwargs='{"episode_length": 30}')
+    kwargs = '{"episode_length": 30, "force": 0.05}'
+    args = make_args(tmp_path, "google", env_id=brax_cart, num_envs=64, env_kwargs=kwargs)
     envs = script.make_envs(args, 64, torch.device("cpu"))
     first, _ = envs.reset(seed=1)
     first = first.clone()

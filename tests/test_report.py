@@ -270,10 +270,10 @@ def test_interval():
 
 
 @pytest.mark.parametrize("tool, package", [("report", "matplotlib"), ("tune", "optuna")])
-def test_tools_need_more_requirements(monkeypatch, tool, package):
+def test_tools_need_more_requirements(finished_runs, tmp_path, monkeypatch, tool, package):
     """Of benchmark/requirements.txt; where they are missing one line says so."""
     monkeypatch.setitem(sys.modules, package, None)  # import fails
-    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--publish=readme"])
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", str(finished_runs[0]), f"--out={tmp_path}"])
     message = f"{tool}.py: error: .*{package}.*: python -m pip install -r benchmark/requirements.txt"
     with pytest.raises(SystemExit, match=message):
         runpy.run_path(str(ROOT / "benchmark" / f"{tool}.py"), run_name="__main__")

@@ -16,19 +16,19 @@
     torchrun --nproc-per-node 2 variants/ppo_gpu_sim.py                  # two processes, each with half of num_envs
 
 Where rsl_rl, Google (the PyTorch notebook of Brax) and NVIDIA differ, this file has flags:
-1. --timeouts: at a time limit, `auto` bootstraps from the final observation, if the simulator gives it. `current-value`
-   uses V(s_t), of the observation before the last step (rsl_rl). `masked` sets the advantage to 0 before --norm-adv
-   (Brax).
+1. --timeouts: at a time limit, `current-value` bootstraps from V(s_t), of the observation before the last step
+   (rsl_rl). `auto` bootstraps from the final observation, or as `current-value` if the simulator gives none. `masked`
+   sets the advantage to 0 before --norm-adv (Brax).
 2. --advantages: `gae` is GAE. `brax` is r_t + gamma R_{t+1} - V(s_t), where R is the lambda return (Google). With
    --recompute-targets (Google), every minibatch computes them again, with the current critic.
 3. --norm-adv: advantages are normalized over the rollout (rsl_rl), over a minibatch (NVIDIA), or not (Google).
 4. --unroll-length: a minibatch holds whole unrolls, each bootstrapped at its end. Without it, single steps (rsl_rl).
-5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units (rsl_rl), clipped here.
+5. --policy: `normal` has a learned standard deviation, and actions in the simulator's units (rsl_rl), here clipped.
    `tanh` has a state-dependent deviation, and actions squashed into the bounds (Google, NVIDIA).
 6. --desired-kl: the learning rate adapts to the exact KL of each minibatch (rsl_rl 5.0).
 --update changes the network, gamma and more too: see GOOGLE. Actor and critic have their own gradient clipping (rsl_rl
-4.0). Statistics of observations change between rollouts (rsl_rl: every step; Google: before learning, so its first
-ratio is not 1). The critic may see more than the actor: {"policy": ..., "critic": ...}.
+4.0). Statistics of observations change between rollouts. (rsl_rl's change at every step. Google's change before the
+update, so its first ratio is not 1.) The critic may see more than the actor: {"policy": ..., "critic": ...}.
 No GPU has run this file yet.
 
 Shapes: T = num_steps, N = environments of this process, B = T * num_envs, the batch of all processes,
@@ -87,7 +87,7 @@ class Args:  # the comments are what --help prints
     env_kwargs: str = "{}"  # arguments of the simulator, as JSON; brax: '{"backend": "mjx", "episode_length": 500}'
     total_timesteps: int = 30_000_000  # environment steps of the run, rounded down to whole iterations
     num_envs: int = 4096  # number of environments, over all processes
-    stagger_envs: bool = True  # start first episodes at a random step, if the simulator can, and do not log them
+    stagger_envs: bool = True  # give first episodes a random step count, if the simulator can, and do not log them
     norm_obs: bool = True  # normalize observations by their running mean and standard deviation, clip to +-10
     reward_scale: float = 1.0  # the learner sees rewards times this; logged returns are raw
     # --- PPO
@@ -118,14 +118,14 @@ class Args:  # the comments are what --help prints
 
 
 # For --update NAME. From Python: Args(**UPDATES["google"]). The defaults are rsl_rl's, except --timeouts, --norm-obs,
-# --stagger-envs and --total-timesteps. Observations are normalized as in baselines, see docs/gpu_sim.md.
+# --stagger-envs and --total-timesteps. All normalize observations as OpenAI's baselines does.
 GOOGLE = dict(
     num_envs=2048, stagger_envs=False, reward_scale=0.1, policy="tanh", hidden_sizes=(64, 64), activation="silu",
     num_steps=80, unroll_length=5, num_minibatches=32, update_epochs=4, learning_rate=3e-4, desired_kl=None, gamma=0.97,
     timeouts="masked", advantages="brax", recompute_targets=True, norm_adv="none", clip_coef=0.3, clip_vloss=False,
     vf_coef=0.5, max_grad_norm=0.0,
 )  # fmt: skip
-# As a published comparison describes it. The formula printed there is --update google --no-recompute-targets.
+# As the text of a published comparison says. Its formula says --update google --no-recompute-targets.
 NVIDIA = GOOGLE | dict(advantages="gae", recompute_targets=False, norm_adv="minibatch")
 UPDATES = {"rsl_rl": {}, "google": GOOGLE, "nvidia": NVIDIA}
 
@@ -580,7 +580,7 @@ def start_device(args):
 
 
 def average_over_ranks(x):
-    """The mean over all ranks. A copy: the next replay of a CUDA graph overwrites its outputs."""
+    """The mean over all ranks. A copy, because the next replay of a CUDA graph overwrites x."""
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x)
@@ -645,7 +645,7 @@ def read_log(infos):
 class BraxEnvs:
     """Brax (JAX). Tensors share memory with its arrays. An environment begins every episode in the same state."""
 
-    def __init__(self, name, num_envs, device, backend="spring", episode_length=1000):
+    def __init__(self, name, num_envs, device, backend="spring", episode_length=1000, **kwargs):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the whole GPU
         import jax
         from brax import envs
@@ -655,7 +655,7 @@ class BraxEnvs:
             self.jax_device = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
         except RuntimeError:
             raise UsageError('JAX sees no GPU: python -m pip install "jax[cuda13]", or add --device cpu') from None
-        env = envs.get_environment(name, backend=backend)
+        env = envs.get_environment(name, backend=backend, **kwargs)
 
         def keep_final_obs(function, *arguments):  # before AutoResetWrapper replaces it
             state = function(*arguments)

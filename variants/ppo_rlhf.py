@@ -82,7 +82,7 @@ class Args:  # the comments are what --help prints
     # --- models and prompts
     model: str | None = None  # supervised language model, a transformers name or folder; None: the built-in task
     reward_model: str | None = None  # sequence classifier with --model's tokenizer and a one-output layer `score`
-    reward: str | None = None  # or module:function(prompts, answers) -> scores; prompts: the lines of --prompts
+    reward: str | None = None  # or module:function(prompts, answers) -> scores; .jsonl prompts are objects
     prompts: str | None = None  # .txt: one per line. .jsonl: {"prompt": a text, or a list of chat messages}
     supervised_steps: int = 300  # gradient steps that make the models of the built-in task
     bf16: bool = True  # CUDA: forward passes in bfloat16
@@ -174,13 +174,13 @@ def get_scores(reward_model, sequences, attention_mask, mask):
 
 
 def score_answers(args, reward_model, batch, lines, answers, size):
-    """Scores (B,). --reward reads two lists: lines of --prompts, and texts. The model takes size answers at a time."""
+    """Scores (B,). --reward gets the answers and their lines of --prompts. The model gets `size` answers at a time."""
     if args.reward is None:
         return torch.cat([get_scores(reward_model, *part) for part in zip(*(x.split(size) for x in batch))])
     with torch.autocast(batch[0].device.type, enabled=False):  # a model in the function has the precision it was given
         try:
             scores = torch.tensor(pkgutil.resolve_name(args.reward)(lines, answers), dtype=torch.float32)
-        except Exception as error:  # `main` would hide the place of an OSError
+        except Exception as error:  # RuntimeError: `main` prints an OSError without its traceback
             raise RuntimeError(f"--reward {args.reward} failed") from error
     if scores.shape != (len(answers),):
         raise UsageError(f"--reward {args.reward} gave scores of shape {tuple(scores.shape)}, not ({len(answers)},)")
@@ -230,7 +230,7 @@ def apply_gradient(model, optimizer, max_grad_norm):
     """One optimizer step of a model. Averages its gradient over ranks and clips the norm first."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # this rank's loss did not use it; all ranks average the same parameters
+            if parameter.grad is None:  # this rank's loss did not use it, but every rank joins the average
                 parameter.grad = torch.zeros_like(parameter)
             average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
@@ -502,7 +502,7 @@ def make_builtin_models(args):
 
 def load_model(kind, name, new_layer=None):
     """A model of transformers, float32 and without dropout or other noise, and its tokenizer. kind: an Auto class;
-    new_layer: a parameter that the files may lack"""
+    new_layer: a parameter that the files may lack; num_labels becomes 1"""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()  # nested where a model takes images too
     for key, value in text_config.to_dict().items():
@@ -576,7 +576,7 @@ def read_lines(path):
 
 
 def load_prompts(args, tokenizer, reference, reward_model):
-    """Pairs: token ids, which leave room for an answer in the models' context, and their line, a text or an object."""
+    """Pairs (token ids, line). A line is a text, or the object of a .jsonl line. Token ids leave room for an answer."""
     names = "max_position_embeddings", "max_seq_len"  # the latter is MPT's
     configs = [model.config.get_text_config() for model in (reference, reward_model)]
     response_length = reference.generation_config.max_new_tokens
@@ -778,7 +778,7 @@ def evaluate(run_dir, args):
     device, *_ = start_device(args)
     tokenizer, reference, reward_model = make_models(args, device, run_dir)
     prompts = load_prompts(args, tokenizer, reference, reward_model)
-    # Autocast keeps its bfloat16 copy of a weight only if the weight requires gradients.
+    # requires_grad: only then does autocast keep its bfloat16 copies of weights. No gradient is computed.
     actor = copy.deepcopy(reference).requires_grad_(True)
     actor.load_state_dict(load_checkpoint(run_dir)["actor"])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and args.bf16)
