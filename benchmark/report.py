@@ -150,7 +150,7 @@ def label_curves(rows, titles):
         flags.setdefault((row["env_id"], title), []).append(set(row["words"]))
     for row, title in zip(rows, titles):
         common = set.intersection(*flags[row["env_id"], title])
-        row["label"] = " ".join([title, *(flag for flag in row["words"] if flag not in common)])
+        row["label"] = " ".join([title, *(flag for flag in row["words"] if flag not in common)]).strip()
 
 
 def write_csv(name, run_dirs):
@@ -229,8 +229,8 @@ def equal(steps, others):
 
 
 def read_peers(suite):
-    """{exp_name: {env_id: rows}} of the runs of peers.py on a suite's tasks, with our steps and as many seeds as ours,
-    of which three are enough"""
+    """{exp_name: {env_id: rows}} of peers.py's runs on a suite's tasks. Only those with our steps (within 5%), and with
+    as many seeds as ours or at least three"""
     ours = {key[0]: rows for key, rows in read_suite(suite).items()}
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
@@ -258,7 +258,8 @@ def files_of(name):
 
 
 def read_suite(name):
-    """{(env_id, script, flags, steps): rows of different runs}, in the order of published.csv (-v5 as -v4 there)."""
+    """{(env_id, script, flags but --total-timesteps, steps): rows, one per seed}, in the order of published.csv, where
+    -v5 counts as -v4."""
     rows = [row for path in files_of(name) for row in read_csv(path)]
     order = [env_id for env_id, _ in read_published()]
     order += [env_id.replace("-v4", "-v5") for env_id in order] + [row["env_id"] for row in rows]
@@ -290,7 +291,7 @@ def suite_table(name):
     suite = read_suite(name)
     if not suite:
         raise SystemExit(f"benchmark/results/ has no runs of {name}")
-    headers = {"cleanrl": "CleanRL", "highest": "highest PPO found", "trpo": "TRPO"}
+    headers = {"cleanrl": "CleanRL (published)", "highest": "highest PPO found", "trpo": "TRPO"}
     headers = {name: text for name, text in headers.items() if any((env_id, name) in published for env_id, *_ in suite)}
     peers = {peer: tasks for peer, tasks in read_peers(name).items() if tasks}
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
@@ -401,13 +402,14 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX and rejax use JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax, whose CartPole runs in JAX too, makes {int(rejax['steps_per_second']):,}."
+        text += f" rejax simulates CartPole in JAX too, and makes {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo: the number of tasks on which our mean reaches the column's score, of the tasks that have one. "
-        "SB3's columns compare training scores; SB3's defaults count only on tasks where we use ours too. Some "
-        "published scores took more steps, some fewer ([all figures](docs/results.md#beyond-mujoco)).",
+        "Beyond MuJoCo, each cell counts the tasks on which our mean reaches the column's score, out of those that "
+        "have one. SB3's columns compare training scores; its defaults column skips tasks for which we set flags. "
+        "Published evaluations are compared with our evaluations. Some published scores took more steps, some fewer "
+        "([all figures](docs/results.md#beyond-mujoco)).",
         "",
         *breadth_table(),
         "",
@@ -430,7 +432,8 @@ def save_figure(figure, path):
     path.write_text(re.sub(r"\s+", " ", text).replace("> <", "><") + "\n")
 
 
-OTHERS = {"CleanRL": ("cleanrl", ":"), "highest PPO found": ("highest", "--")}  # columns of published.csv, line styles
+# label: (column of published.csv, line style)
+OTHERS = {"CleanRL (published)": ("cleanrl", ":"), "highest PPO found": ("highest", "--")}
 
 
 def draw_curves(runs, path):
