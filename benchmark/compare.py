@@ -8,7 +8,7 @@ The files are what report.py writes. Without a name, runs of the same script and
 
 For each task: the mean over seeds of the last 100 training episodes, and the 95% interval (Welch) of the difference. An
 interval that contains 0 shows no change. Falls: episodes that end before the time limit, per 1,000 steps of the last
-fifth of a run. Low: runs below half of the mean of their setting.
+fifth of a run. Low: runs below half of the mean of their setting, where that is above 0.
 Then: tasks that are lower by more than one standard error, with the difference in standard errors.
 Last line, if a task has a published figure: the mean of those tasks' differences, each divided by the size of the
 highest published figure (published.csv); its standard error; the ratio of the two.
@@ -36,8 +36,9 @@ def read(source):
             if exp_name in ("", row["exp_name"]):
                 key = ("", row["env_id"], "") if exp_name else (row["script"], row["env_id"], row["flags"])
                 rows = settings[key]
-                if rows and row["flags"] != rows[0]["flags"]:
-                    sys.exit(f"{source} has runs of {row['env_id']} with several flags: give each an --exp-name")
+                if rows and (row["exp_name"], row["flags"]) != (rows[0]["exp_name"], rows[0]["flags"]):
+                    text = f"give each an --exp-name, and choose one, as in {path}:{rows[0]['exp_name']}"
+                    sys.exit(f"{source} has several settings of {row['env_id']}: {text}")
                 if any(row["seed"] == other["seed"] for other in rows):
                     sys.exit(f"{source} has seed {row['seed']} of {row['env_id']} twice")
                 rows.append(row)

@@ -8,7 +8,8 @@
 Without --publish nothing in the repository changes.
 
 A run's figure is the mean raw return of its last 100 training episodes (the policy explores), as CleanRL reports it.
-Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring.
+Runs that benchmark/run.py made have another one, the mean of episodes that the trained agent plays without exploring
+(Atari: with sampled actions).
 Intervals are bootstrap intervals of 95% over seeds. `--publish SUITE` takes only that suite's tasks from the folders,
 and only runs whose --exp-name is the script's (for mujoco-tuned: `tuned`). A row names only the flags that differed
 from the defaults of its day. When defaults change, delete the older rows: they would count as runs with the new ones.
@@ -162,6 +163,7 @@ def write_csv(name, run_dirs):
     for row in read_csv(RESULTS / f"{name}.csv") + new:
         rows[tuple(row[field] for field in ("script", "env_id", "exp_name", "flags", "seed"))] = row
     rows = in_order(rows.values())
+    by_task(rows, f"{name}.csv")
     write_rows(RESULTS / f"{name}.csv", FIELDS, rows)
     commits = ", ".join(dict.fromkeys(row["commit"] or "unknown" for row in rows))
     print(f"{len(new)} runs -> {RESULTS / name}.csv. It has {len(rows)} now, of commits {commits}")
@@ -204,17 +206,16 @@ def settings_table(rows):
 
 # ------------------------------------------------------------------------------------------------------ statistics
 def mean_interval(values):
-    """95% interval of the mean, seeds drawn anew with replacement."""
-    draws = np.random.default_rng(0).choice(values, (10_000, len(values)))
-    return np.percentile(draws.mean(1), [2.5, 97.5])
+    """95% interval of the mean over seeds, which are drawn anew with replacement: (seeds, ...) -> (2, ...)"""
+    draws = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
+    return np.percentile(np.asarray(values)[draws].mean(1), [2.5, 97.5], axis=0)
 
 
 def mean_and_band(runs, grid):
     """The mean over runs (x, y) at each x of the grid, and its 95% bootstrap interval. A run that ended earlier keeps
     its last value."""
     values = np.array([np.interp(grid, x, y) for x, y in runs])
-    draws = np.random.default_rng(0).integers(len(runs), size=(1000, len(runs)))
-    return values.mean(0), np.percentile(values[draws].mean(1), [2.5, 97.5], axis=0)
+    return values.mean(0), mean_interval(values)
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -231,7 +232,7 @@ def equal(steps, others):
 def read_peers(suite):
     """{exp_name: {env_id: rows}} of peers.py's runs on a suite's tasks. Only those with our steps (within 5%), and with
     as many seeds as ours or at least three"""
-    ours = {key[0]: rows for key, rows in read_suite(suite).items()}
+    ours = by_env_id(suite)
     peers = {name: {} for name in PEERS}
     for (name, env_id), rows in group_by(read_csv(RESULTS / "peers.csv"), "exp_name", "env_id").items():
         rows = [row for row in rows if env_id in ours and equal(row["global_step"], ours[env_id][0]["global_step"])]
@@ -247,7 +248,8 @@ def read_peers(suite):
 
 def peer_cell(rows, unit):
     """The mean of the last 100 training episodes and, in brackets, of the evaluations; then the number of seeds"""
-    evaluated = "" if rows[0]["evaluation"] == "" else f"{number(mean_return(rows, 'evaluation'), unit)}; "
+    evaluated = [row for row in rows if row["evaluation"]]
+    evaluated = f"{number(mean_return(evaluated, 'evaluation'), unit)}; " if evaluated else ""
     return f"{number(mean_return(rows), unit)} ({evaluated}{len(rows)})"
 
 
@@ -257,32 +259,35 @@ def files_of(name):
     return [RESULTS / f"{name}.csv" for name in names if (RESULTS / f"{name}.csv").exists()]
 
 
+def by_task(rows, source):
+    """{(env_id, script): rows, one per seed}. SystemExit where a task has several settings: tables show one."""
+    groups = group_by(rows, "env_id", "script")
+    for (env_id, _), group in groups.items():
+        if len({(row["exp_name"], row["flags"], row["global_step"]) for row in group}) > 1:
+            text = "name only the run folders of one, or delete its older rows"
+            raise SystemExit(f"{source} would have several settings of {env_id}: {text}")
+        if len(group) != len({row["seed"] for row in group}):
+            raise SystemExit(f"{source} has a seed twice for {env_id}")
+    return groups
+
+
 def read_suite(name):
-    """{(env_id, script, flags but --total-timesteps, steps): rows, one per seed}, in the order of published.csv, where
-    -v5 counts as -v4."""
+    """{(env_id, script): rows, one per seed}, in the order of published.csv, where -v5 counts as -v4."""
     rows = [row for path in files_of(name) for row in read_csv(path)]
     order = [env_id for env_id, _ in read_published()]
     order += [env_id.replace("-v4", "-v5") for env_id in order] + [row["env_id"] for row in rows]
     rows.sort(key=lambda row: order.index(row["env_id"]))
-    for row in rows:
-        row["settings"] = re.sub(r" ?--total-timesteps=\d+", "", row["flags"]).strip()
-    groups = group_by(rows, "env_id", "script", "settings", "global_step")
-    for key, group in groups.items():
-        if len(group) != len({row["seed"] for row in group}):
-            raise SystemExit(f"the results of {name} have a seed twice for {', '.join(key)}")
-        if len(names := {row["exp_name"] for row in group}) > 1:
-            raise SystemExit(f"the results of {name} have several names for {', '.join(key)}: {', '.join(names)}")
-    return groups
+    return by_task(rows, f"results/{name}.csv")
 
 
-def one_setting(name):
-    """{env_id: rows} of a suite. SystemExit where a task has runs of several settings: README has a row for one."""
-    groups, rows = read_suite(name), {}
-    for (env_id, _, settings, steps), found in groups.items():
-        if env_id in rows:
-            raise SystemExit(f"{name} has several settings of {env_id}, one with {steps} steps {settings}")
-        rows[env_id] = found
-    return rows
+def by_env_id(suite):
+    """{env_id: rows} of a suite, for tasks that one script trains"""
+    return {env_id: rows for (env_id, _), rows in read_suite(suite).items()}
+
+
+def settings_of(row):
+    """Text: the flags of a run but --total-timesteps"""
+    return re.sub(r" ?--total-timesteps=\d+", "", row["flags"]).strip()
 
 
 def suite_table(name):
@@ -297,7 +302,8 @@ def suite_table(name):
     columns = ["task", "steps", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["steps/s"] * (name == "breadth")
     lines = []
-    for (env_id, script, settings, steps), rows in suite.items():
+    for (env_id, script), rows in suite.items():
+        settings, steps = settings_of(rows[0]), rows[0]["global_step"]
         values = np.array([float(row["last_100_mean"]) for row in rows])
         low, high = mean_interval(values)
         unit = np.abs(values).max()
@@ -317,7 +323,8 @@ def suite_table(name):
                 cells[-1] += f" at {int(row['steps']):,}"
         lines.append(cells)
     lines = table([*columns, *(f"{PEERS[peer]} (evaluated; seeds)" for peer in peers), *headers.values()], lines)
-    files = ", ".join(f"benchmark/results/{path.name}" for path in files_of(name))
+    files = [path.name for path in files_of(name)] + ["peers.csv"] * bool(peers)
+    files = ", ".join(f"benchmark/results/{file}" for file in files)
     return lines + ["", f"Single runs, with the versions of packages: {files}."]
 
 
@@ -326,12 +333,12 @@ def breadth_table():
     SB3's defaults count only where ours are defaults too. Published evaluations without exploration (marks * and †) are
     compared with ours. Where the suite `long` has a task with the published number of steps, its runs count."""
     highest = {env_id: row for (env_id, column), row in read_published().items() if column == "highest"}
-    lines, long = [], one_setting("long")
+    lines, long = [], by_env_id("long")
     for name in suites.BREADTH:
-        ours, peers = one_setting(name), read_peers(name)
+        ours, peers = by_env_id(name), read_peers(name)
         counts = []
         for peer in list(PEERS)[:2]:
-            tasks = [x for x in peers[peer] if peer == "sb3-ppo-zoo" or not ours[x][0]["settings"]]
+            tasks = [x for x in peers[peer] if peer == "sb3-ppo-zoo" or not settings_of(ours[x][0])]
             counts.append([mean_return(ours[x]) >= mean_return(peers[peer][x]) for x in tasks])
         counts.append([])
         for env_id in ours.keys() & highest.keys():
@@ -374,7 +381,7 @@ def speed_table():
 def headline():
     """Markdown: MuJoCo, the suites beyond it, and speed, beside others' figures, for README."""
     published = read_published()
-    suite = one_setting("mujoco")
+    suite = by_env_id("mujoco")
     zoo = read_peers("mujoco")["sb3-ppo-zoo"]
     columns = ["task (1M steps)", "last 100 episodes", "95% interval", "runs", "evaluated"]
     columns += ["SB3, RL Zoo's settings (evaluated; seeds)", "CleanRL (published)", "highest PPO found"]
@@ -486,10 +493,10 @@ def draw_curves(runs, path):
 
 def draw_suite(name):
     """docs/pictures/NAME.svg, from the last column of results/NAME.csv"""
-    rows, runs = [row for group in read_suite(name).values() for row in group], []
-    label_curves(rows, [f"{row['script']}.py" for row in rows])
+    rows = [row | {"label": f"{row['script']}.py"} for group in read_suite(name).values() for row in group]
     for peer, tasks in read_peers(name).items():
         rows += [row | {"label": PEERS[peer]} for found in tasks.values() for row in found]
+    runs = []
     for row in rows:
         means = np.array(row["curve"].split(), float)
         runs.append((row, np.linspace(0, int(row["global_step"]) / 1e3, CURVE_POINTS + 1)[-len(means) :], means))
@@ -533,7 +540,9 @@ class Args:
 
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.publish == "readme":
+    if args.publish == "readme" and args.runs:
+        raise SystemExit("report.py: error: --publish readme takes no run folders: first publish them in a suite")
+    elif args.publish == "readme":
         write_readme()
     elif not args.runs:
         raise SystemExit("report.py: error: name run folders, as in: python benchmark/report.py runs/*")
