@@ -6,7 +6,7 @@
 A trial trains the task with every seed. A run's score is the mean raw return of its last 100 training episodes, a
 trial's score the median over seeds. After two seeds or more, a trial ends if it is behind the best one by a signed-rank
 test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has the script's default
-settings, unless --no-defaults is given.
+settings, as far as the sweep's values and ranges have them, unless --no-defaults is given.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again when a worker starts alone, and its runs go on from their
@@ -62,6 +62,8 @@ def distribution_of(spec):
 def check(space, defaults, sweep):
     """Refuse what cannot be searched, before a study is made."""
     for name, spec in space.items():
+        if name in ("seed", "runs_dir"):
+            raise SystemExit(f"{sweep}: remove {name}: tune.py has --first-seed, --seeds and --runs-dir")
         if name not in defaults:
             raise SystemExit(f"{sweep}: the script has no parameter {name}")
         if not spec.keys() & {"value", "values"} and not {"min", "max"} <= spec.keys():
@@ -81,6 +83,13 @@ def retry_killed_trials(study, lock):
         study.enqueue_trial(trial.system_attrs.get("fixed_params", {}) | trial.params)
 
 
+def includes(spec, value):
+    """Whether the values or the range of a parameter include a value."""
+    if "values" in spec:
+        return value in spec["values"]
+    return value is not None and float(spec["min"]) <= value <= float(spec["max"])
+
+
 def suggest(trial, name, spec):
     """The value of a parameter: wandb's description of it, asked of Optuna."""
     if "value" in spec:
@@ -90,7 +99,8 @@ def suggest(trial, name, spec):
     distribution, low, high = distribution_of(spec), spec["min"], spec["max"]
     if distribution == "int_uniform":
         return trial.suggest_int(name, low, high)
-    return trial.suggest_float(name, low, high, log=distribution == "log_uniform_values")
+    # float: YAML reads 1e-5, without a decimal point, as text.
+    return trial.suggest_float(name, float(low), float(high), log=distribution == "log_uniform_values")
 
 
 def write_table(study, path):
@@ -150,6 +160,7 @@ def main():
             defaults = {name: defaults[name] for name, spec in space.items() if "value" not in spec}
             if "hidden_sizes" in defaults:
                 defaults["hidden_sizes"] = str(list(defaults["hidden_sizes"]))  # as the files have it
+            defaults = {name: value for name, value in defaults.items() if includes(space[name], value)}
             if args.defaults:
                 study.enqueue_trial(defaults, skip_if_exists=True)
             retry_killed_trials(study, workers)

@@ -49,7 +49,8 @@ def test_tune(tmp_path, main):
     small["parameters"] = {name: small["parameters"][name] for name in ("env_id", "gamma", "learning_rate")}
     small["parameters"] |= {
         "compile": {"value": False},
-        "update_epochs": {"value": 1},
+        "update_epochs": {"values": [1, 2]},  # without the default, as the range below
+        "max_grad_norm": {"min": "1e-1", "max": "2e-1"},  # as YAML reads numbers without a decimal point
         "env_id": {"value": "CartPole-v1"},
         "env_kwargs": {"value": '{"sutton_barto_reward": false}'},
         "hidden_sizes": {"values": ["[64, 64]", "[8, 8]"]},
@@ -114,6 +115,7 @@ def test_killed_worker(tmp_path, main):
     "changes, message",
     [
         ({"gama": {"value": 1}}, "the script has no parameter gama"),
+        ({"seed": {"values": [1, 2]}}, "remove seed: tune.py has --first-seed"),
         ({"gamma": {"min": 0.9}}, "gamma needs value, values, or min and max"),
         ({"gamma": {"min": 0, "max": 1, "distribution": "q_normal"}}, "gamma: the distribution q_normal is not known"),
     ],
