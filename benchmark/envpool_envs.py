@@ -74,7 +74,8 @@ class EnvPoolVector(gym.vector.VectorEnv):
         return obs, rewards, terminations, truncations, {"final_obs": final_obs}
 
     def close_extras(self, **kwargs):
-        self.pool.close()
+        if hasattr(self, "pool"):  # after a reset
+            self.pool.close()
 
 
 def make_one(task, num_threads=None, **kwargs):

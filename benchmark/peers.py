@@ -61,7 +61,7 @@ class Args:  # the comments are what --help prints
     settings: tuple[Literal["defaults", "zoo"], ...] = ("defaults", "zoo")
     seeds: int = 3  # how many seeds of every task
     first_seed: int = 1  # the first of them
-    cleanrl: Path | None = None  # a checkout of CleanRL, to run its ppo_atari.py too
+    cleanrl: Path | None = None  # a checkout of CleanRL, to run its ppo_atari.py on Atari's games
     total_timesteps: int | None = None  # environment steps of every run; None: what the suite says
     jobs: int = os.cpu_count()  # runs at once
     out: Path = ROOT / "benchmark" / "results" / "peers.csv"  # where the rows go
@@ -185,8 +185,8 @@ def run(algorithm, settings, task, seed, budget, about):
 
 
 def main(args):
-    done = {  # run -> its budget
-        (row["exp_name"], row["env_id"], int(row["seed"])): json.loads(row["flags"])["n_timesteps"]
+    done = {
+        (row["exp_name"], row["env_id"], int(row["seed"]), json.loads(row["flags"])["n_timesteps"])
         for row in read_csv(args.out)
     }
     jobs, tasks = [], [task for _, task, _ in SUITES[args.suite]]
@@ -207,14 +207,11 @@ def main(args):
                     else:
                         jobs.append((name, run, (algorithm, settings, task, seed, budget)))
     jobs = list(dict.fromkeys(jobs))  # a task is in a suite twice where two of our scripts train it
-    for name, _, (*_, task, seed, budget) in jobs:
-        if done.get((name, task, seed), budget) != budget:
-            raise SystemExit(f"{args.out} has {name} {task} with another budget: give another --out")
-    jobs = [(name, function, words) for name, function, words in jobs if (name, *words[-3:-1]) not in done]
+    jobs = [(name, function, words) for name, function, words in jobs if (name, *words[-3:]) not in done]
     print(f"{len(jobs)} runs are missing", flush=True)
     spawn = multiprocessing.get_context("spawn")
     failed = 0
-    packages = "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3"
+    packages = "torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "rl-zoo3", "ale-py", "minigrid"
     about = machine() | {"versions": installed_versions(*packages)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as cleanup:

@@ -8,9 +8,10 @@
     python benchmark/report.py runs/* --publish mujoco        # then put them into benchmark/results/mujoco.csv
 
 The same command again goes on where it was stopped, however that happened: runs that have finished are left alone, the
-others resume from their checkpoint. After an edit of a script, give another --exp-name or --runs-dir. Two commands may
-work on one --runs-dir: a run's log is locked while it trains or plays, and the other command waits. To share the work,
-give each command its own --tasks, or --first-seed and --seeds.
+others resume from their checkpoint. After an edit of a script or of an environment, give another --exp-name or
+--runs-dir; run.py notices only the script's. Two commands may work on one --runs-dir: a run's log is locked while it
+trains or plays, and the other command waits. To share the work, give each command its own --tasks, or --first-seed and
+--seeds.
 When a run fails the others go on; it is named at the end, and the exit status is 1.
 """
 
@@ -56,7 +57,7 @@ class Args:  # the comments are what --help prints
     seeds: int = 5  # how many seeds of every task
     first_seed: int = 1  # the first of them
     tasks: tuple[str, ...] = ()  # only these environment ids; none given: all of the suite
-    total_timesteps: int | None = None  # environment steps of every run; None: the suite's
+    total_timesteps: int | None = None  # environment steps of every run; None: the suite's, or the script's
     exp_name: str | None = None  # name of these settings in run folders and tables; None: the suite's, or the script's
     runs_dir: str = "runs"  # where run folders are made and looked for
     jobs: int | None = None  # runs at once; None: a run per GPU for Atari where there is one, a run per core otherwise
@@ -257,6 +258,7 @@ def main():
     start = time.time()
     # Of the machine's cores a job of a scheduler may have a few.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print(f"{len(jobs)} runs; their output goes to {args.runs_dir}/logs", flush=True)
     failed = run_here(jobs, args.jobs or len(gpus) or cores, gpus)
     print(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished, after {time.time() - start:,.0f} s")
     for job, error in failed.items():

@@ -24,9 +24,6 @@ def test_rows_of_other_libraries(tmp_path):
     again = subprocess.run(command, check=True, capture_output=True, text=True)
     assert list(csv.DictReader(out.read_text().splitlines())) == rows
     assert "sb3-ppo" not in again.stdout
-    for budget in ("20000", "8000"):
-        other = subprocess.run([*command, "--total-timesteps", budget], capture_output=True, text=True)
-        assert "has sb3-ppo-defaults Acrobot-v1 with another budget" in other.stderr
 
 
 def test_atari(tmp_path):
