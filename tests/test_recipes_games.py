@@ -89,6 +89,14 @@ def test_self_play(tmp_path):
     script.train(dataclasses.replace(args, total_timesteps=704), resume=run_dir)
     assert sorted(met()) == [6, 9]
 
+    # Of more opponents than environments, the newest play.
+    args = dataclasses.replace(args, opponent_interval=1, num_opponents=8)
+    newest, run_dir = script.train(args)
+    Counted.players.clear()
+    script.train(dataclasses.replace(args, total_timesteps=704), resume=run_dir)
+    assert len(Counted.players) == args.num_envs
+    assert any(torch.equal(flat(player), flat(newest)) for player in Counted.players)
+
 
 def test_agents_are_columns():
     """Two games of three agents, as six columns, against what the game's description says."""

@@ -184,6 +184,8 @@ def test_symmetry_loss_mirrors_walker(tmp_path):
     torch.testing.assert_close(module.mirror_obs(rms.mean), rms.mean)
     torch.testing.assert_close(module.mirror_obs(rms.var), rms.var)  # signs are all +1 here
     assert rms.mean.abs().min() > 0
+    with pytest.raises(module.UsageError, match="the mirror is that of Walker2d-v5"):
+        module.train(module.Args(env_id="HalfCheetah-v4", runs_dir=str(tmp_path), **SMALL))  # it has the same shapes
 
 
 class Ended(Chain):
@@ -221,6 +223,8 @@ def test_growing_discount(watch, tmp_path):
     expected = pytest.approx([0.9, 0.95, 0.975])
     assert [arguments[-1] for arguments, _ in scaled] == expected
     assert [arguments[-2] for arguments, _ in estimated] == expected
+    with pytest.raises(module.UsageError, match="--gamma-final must be at least gamma"):
+        module.train(small(module, tmp_path, gamma=0.9999))  # it would fall
 
 
 def test_reuse(watch, tmp_path):

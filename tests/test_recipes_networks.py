@@ -186,8 +186,10 @@ def test_layer_norm_takes_the_scale_out_of_preactivations():
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
 
 
-def test_a_native_vector_of_other_images(tmp_path):
+@pytest.mark.parametrize("name, recipe", [("ppo_rnn", "images_with_memory"), ("ppo_continuous", "image_box")])
+def test_a_native_vector_of_other_images(name, recipe, tmp_path):
     """ale-py's is refused: --evaluate would see other images."""
-    script = with_recipes("ppo_rnn", "images_with_memory")
+    script = with_recipes(name, recipe)
+    settings = {"env_id": "ale_py:ALE/Pong-v5", "env_kwargs": '{"continuous": true}'}
     with pytest.raises(script.UsageError, match="another observation space in a vector"):
-        script.make_envs(small(script, tmp_path, env_id="ale_py:ALE/Pong-v5"), 2)
+        script.make_envs(small(script, tmp_path, **settings), 2)

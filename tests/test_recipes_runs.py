@@ -75,15 +75,18 @@ def test_init_from(tmp_path):
     step. Statistics of returns begin anew: the reward may be another one."""
     module = with_recipes("ppo_continuous", "init_from")
     first, run_dir = module.train(small(module, tmp_path))
-    still = {"learning_rate": 0.0, "anneal_lr": False, "norm_obs": False, "norm_reward": False}
+    still = {"learning_rate": 0.0, "anneal_lr": False, "norm_reward": False}
     second, new_dir = module.train(small(module, tmp_path, init_from=str(run_dir), total_timesteps=64, **still))
     assert new_dir != run_dir
     assert second.return_rms.count == 0 < first.return_rms.count
+    assert second.obs_rms.count == first.obs_rms.count + 64
     for name, tensor in second.state_dict().items():
-        if name not in ("log_std_shift", "return_rms.count"):
+        if name not in ("log_std_shift", "return_rms.count") and "obs_rms" not in name:
             torch.testing.assert_close(tensor, first.state_dict()[name], msg=name)
     state = torch.load(new_dir / "checkpoint.pt")["optimizer"]["state"][0]
     assert state["step"] <= SMALL["num_minibatches"] * SMALL["update_epochs"]
+    with pytest.raises(module.UsageError, match="was trained with norm_obs True: use the same here"):
+        module.train(small(module, tmp_path, init_from=str(run_dir), norm_obs=False))
 
 
 def test_evaluate_while_training(tmp_path):
