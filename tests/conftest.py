@@ -3,7 +3,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,6 @@ SMALL = {
 }
 ACTIONS = {"ppo_continuous": "box", "ppo_discrete": "discrete", "ppo_rnn": "box"}  # test_memory.py has the other kind
 REAL_ENV = {"ppo_continuous": "InvertedPendulum-v4", "ppo_discrete": "CartPole-v1", "ppo_rnn": "InvertedPendulum-v5"}
-MASKS = {"ppo_continuous": [], "ppo_discrete": [None], "ppo_rnn": [None]}  # what ppo_loss takes behind the actions
 
 
 def probe(script, name="Target"):
@@ -183,18 +181,6 @@ def golden(name):
     return tensors(case["inputs"]), tensors(case["expected"])
 
 
-def run(script, *flags, **environment):
-    """The script as a user starts it, in a process of its own; probe environments are given as probes:box/NAME-v0."""
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def flags_of(**args):
     """{"num_envs": 4, "compile": False} -> ["--num-envs=4", "--no-compile"]"""
     flags = []
@@ -276,4 +262,5 @@ def loss_and_metrics(script, inputs, **args):
     new_log_probs = inputs.get("new_logprob", zeros)
     policy = Policy(new_log_probs, inputs.get("entropy", zeros), inputs.get("new_values", zeros))
     minibatch = [inputs.get(key, zeros) for key in ("old_logprob", "old_values", "advantages", "returns")]
-    return script.ppo_loss(policy, script.Args(**args), None, None, *MASKS[script.__name__], *minibatch)
+    masks = [] if script.__name__ == "ppo_continuous" else [None]
+    return script.ppo_loss(policy, script.Args(**args), None, None, *masks, *minibatch)

@@ -1,40 +1,26 @@
 """Processes that begin with everything imported: forks of this one, which start in no time."""
 
+import multiprocessing
 import os
 import socket
-import time
-import traceback
 import warnings
 
 
 def fork(function, *arguments):
-    """Call the function in a process of its own. -> its id
-
-    It ends with what the function returns or exits with (None: 0), and with 1 if the function raises."""
+    """Call the function in a process of its own. -> the process"""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of JAX, which the new process does not use
-        child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        status = function(*arguments) or 0
-    except SystemExit as exit:
-        status = exit.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+        process.start()
+    return process
 
 
-def exit_status(child, timeout=60):
+def exit_status(process, timeout=60):
     """Wait for a process. -> its exit status, or minus the signal that ended it"""
-    end = time.monotonic() + timeout
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(child, 9)
-        time.sleep(0.01)
-    return os.waitstatus_to_exitcode(ended[1])
+    process.join(timeout)
+    process.kill()
+    process.join()
+    return process.exitcode
 
 
 def two_ranks(function):
@@ -50,4 +36,4 @@ def two_ranks(function):
         function(rank)
 
     ranks = [fork(start, rank) for rank in range(2)]
-    assert [exit_status(child) for child in ranks] == [0, 0]
+    assert [exit_status(process) for process in ranks] == [0, 0]

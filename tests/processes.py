@@ -1,7 +1,6 @@
 """Scripts in processes of their own, for the tests that kill or stop them.
 
-They are forked from a server that has imported torch and the scripts already, so each one starts at once. (`run` in
-conftest.py starts a whole new Python.)"""
+They are forked from a server that has imported torch and the scripts already, so each one starts at once."""
 
 import ast
 import contextlib

@@ -3,7 +3,8 @@
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import ROOT, run
+
+import ppo_continuous
 
 SAME_STEP = gym.vector.AutoresetMode.SAME_STEP
 
@@ -17,6 +18,7 @@ def make(task, num_envs, **kwargs):
 def test_step_that_ends_an_episode(seed):
     """Rows of `final_obs` are what followed the step; the observation is the first of the next episode. Hopper falls
     within 100 steps. A shortened first episode ends by its time limit. Arrays of earlier steps stay as they were."""
+    make("Hopper-v4", 1, autoreset_mode=SAME_STEP).close()  # before a reset
     envs = make("Hopper-v4", 4, autoreset_mode=SAME_STEP, max_episode_steps=50)
     obs, _ = envs.reset(seed=seed)
     assert np.array_equal(obs[0], obs[2]) == (seed != 5) and not np.array_equal(obs[0], obs[1])
@@ -42,16 +44,16 @@ def test_step_that_ends_an_episode(seed):
     envs.close()
 
 
-def test_training_repeats_itself_and_can_be_evaluated(tmp_path):
+def test_training_repeats_itself_and_can_be_evaluated(tmp_path, main):
     """The same seed gives the same run; --evaluate plays in gymnasium's environment."""
     pytest.importorskip("envpool")
     flags = ["--env-id=benchmark.envpool_envs:EnvPool/InvertedPendulum-v4", "--total-timesteps=8000", "--no-compile"]
     runs = []
     for name in ("one", "two"):
-        finished = run("ppo_continuous", *flags, f"--runs-dir={tmp_path / name}", PYTHONPATH=str(ROOT))
+        finished = main(ppo_continuous, *flags, f"--runs-dir={tmp_path / name}")
         assert finished.returncode == 0, finished.stderr
         (run_dir,) = (tmp_path / name).iterdir()
         runs.append([row.rsplit(",", 1)[0] for row in (run_dir / "episodes.csv").read_text().splitlines()])
     assert runs[0] == runs[1] and len(runs[0]) > 200
-    finished = run("ppo_continuous", flags[0], f"--evaluate={run_dir}", "--eval-episodes=2", PYTHONPATH=str(ROOT))
+    finished = main(ppo_continuous, flags[0], f"--evaluate={run_dir}", "--eval-episodes=2")
     assert finished.stdout.startswith("returns:"), finished.stderr

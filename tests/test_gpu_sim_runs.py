@@ -127,13 +127,15 @@ def test_seeds(tmp_path, remembering):
     assert torch.equal(first, again) and (first != resumed).all() and (first != other).all()
 
 
-def test_export(tmp_path, monkeypatch):
+def test_export(tmp_path, monkeypatch, main):
     """The file alone, without this project and without a critic, gives the actions of the agent, for any number of
-    observations."""
+    observations. A line says what ONNX needs."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for update in ("rsl_rl", "google"):
         agent, run_dir = script.train(make_args(tmp_path, update))
-        script.export_actor(run_dir)
         path, obs = run_dir / "actor.pt2", 2 * torch.randn(5, 2)
+        lines = main(script, "--export", "latest", "--runs-dir", tmp_path / "runs").stdout.splitlines()
+        assert lines == [str(path), "for actor.onnx: pip install onnx onnxscript"]
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "ppo_gpu_sim", None)  # as if it were not installed
             actor = torch.export.load(path).module()
@@ -159,33 +161,25 @@ def test_export_onnx(tmp_path, main):
             torch.testing.assert_close(torch.from_numpy(actions), agent.predict(obs), atol=1e-5, rtol=0)
 
 
-def test_export_without_onnx(tmp_path, main, monkeypatch):
-    """actor.pt2 alone, and a line says what ONNX needs."""
-    _, run_dir = script.train(make_args(tmp_path, total_timesteps=160))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    lines = main(script, "--export", "latest", "--runs-dir", tmp_path / "runs").stdout.splitlines()
-    assert lines == [str(run_dir / "actor.pt2"), "for actor.onnx: pip install onnx onnxscript"]
-
-
 def test_two_ranks(tmp_path, monkeypatch):
     """As torchrun starts them: one run folder, the same weights on both, episodes of both."""
-    seeds, reset = [], torch_envs.Drift.reset
-    monkeypatch.setattr(torch_envs.Drift, "reset", lambda self, seed: (seeds.append(seed), reset(self, seed))[1])
-    monkeypatch.setattr(torch_envs, "drift", lambda *given: (seeds.append(given[2]), torch_envs.Drift(*given))[1])
+    made = []
+    monkeypatch.setattr(torch_envs, "drift", lambda *given: made.append((given[2], Remembering(*given))) or made[-1][1])
 
     def train(rank):
         agent, _ = script.train(make_args(tmp_path))
-        torch.save([agent.state_dict(), seeds], tmp_path / f"rank-{rank}")
+        ((seed, envs),) = made
+        torch.save([agent.state_dict(), seed, envs.last_seed, torch.stack(envs.ends).sum()], tmp_path / f"rank-{rank}")
 
     two_ranks(train)
-    (one, seeds), (other, other_seeds) = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
-    assert seeds[0] != other_seeds[0] and seeds[-1] != other_seeds[-1]  # of the simulators, of their last reset
+    (one, *seeds, ends), (other, *other_seeds, other_ends) = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
+    assert all(seed != other for seed, other in zip(seeds, other_seeds))  # of the simulators, of their last reset
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["obs_rms.count"].item() == pytest.approx(800)  # what both have seen
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert script.load_checkpoint(run_dir)["global_step"] == 800
-    ends = [int(row.split(",")[0]) for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
-    assert ends == sorted(ends) and len(ends) > 16
+    steps = [int(row.split(",")[0]) for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    assert steps == sorted(steps) and len(steps) == ends + other_ends
 
 
 def test_interrupt_and_resume_latest(tmp_path, main):

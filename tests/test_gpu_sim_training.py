@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipes import quick_compile
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
 def test_first_ratio_is_one(tmp_path, update, watch):
     """The policy of the first epoch is the one that acted. That of the second one is not."""
     minibatches = watch(script, "ppo_loss")
@@ -154,7 +154,7 @@ def test_learns(tmp_path, update):
     assert returns.mean() > 38
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", ["rsl_rl", "google"])
 def test_no_step_waits_for_the_device(tmp_path, update):
     """Between two steps of a rollout nothing asks for a tensor's numbers, which on a GPU would wait for it."""
     calls = []
@@ -192,8 +192,7 @@ def test_no_step_waits_for_the_device(tmp_path, update):
     assert [i for i, waits in enumerate(waiting) if waits] == [9, 19, 29, 39]  # the last of each rollout
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_matrices_are_aligned(tmp_path, update):
+def test_matrices_are_aligned(tmp_path):
     """Each begins at a multiple of 16 bytes of one vector, whatever the numbers of actions and observations: else the
     GPU's fast kernels cannot be used."""
     zeros = {name: torch.zeros(9, 4).tolist() for name in ("rewards", "dones", "time_outs")}
@@ -201,6 +200,6 @@ def test_matrices_are_aligned(tmp_path, update):
     envs.single_action_space = gym.spaces.Box(-1.0, 1.0, (3,))
     settings = {"num_envs": 4, "num_steps": 5, "num_minibatches": 2, "unroll_length": None, "recompute_targets": False}
     settings |= {"hidden_sizes": (12, 8), "critic_hidden_sizes": (20,), "total_timesteps": 20, "norm_adv": "minibatch"}
-    agent, _ = script.train(make_args(tmp_path, update, env_id=env_id_of(lambda *_: envs), **settings))
+    agent, _ = script.train(make_args(tmp_path, env_id=env_id_of(lambda *_: envs), **settings))
     for name, parameter in agent.named_parameters():
         assert parameter.dim() < 2 or parameter.storage_offset() % 4 == 0, name

@@ -74,17 +74,6 @@ def test_masks_reach_the_environment(script, small_args, form):
 
 
 @DISCRETE
-def test_update_sees_the_masks_of_acting(script, small_args, minibatches):
-    """In the first minibatch of every iteration no ratio leaves the narrowest range of clipping, with masks that differ
-    from state to state."""
-    script.train(small_args(env_id="masks/Masked-v0", clip_coef=1e-5))
-    metrics = [metrics for _, (_, metrics) in minibatches]
-    assert len(metrics) == 4 * 2 * 4  # iterations, epochs, minibatches
-    assert all(first["clipfrac"] == 0 for first in metrics[::8])
-    assert metrics[7]["approx_kl"] > 1e-6  # while the last minibatch finds another agent
-
-
-@BOTH
 def test_masks_that_forbid_everything(script, main, tmp_path):
     flags = flags_of(env_id="masks/Masked-v0", env_kwargs=json.dumps({"form": "none"}), runs_dir=tmp_path, **SMALL)
     assert_one_line(main(script, *flags), 'infos["action_mask"] forbids every choice')

@@ -121,29 +121,16 @@ def test_ratio_is_one_in_the_first_minibatch(args, watch, env_id, cell):
     assert not any(clipped[::4]) and all(clipped[3::4])
 
 
-def test_a_gpu_computes_the_replay_in_full_precision(args, monkeypatch):
-    """TF32, which cuDNN uses by default, rounds the weights of reset rows: the state would not be zero behind them."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    script.train(args(total_timesteps=64))
-    assert not torch.backends.cudnn.allow_tf32
-
-
 @BOTH_CELLS
 @pytest.mark.parametrize("kind", ["discrete", "box"])
 def test_predict_carries_the_state(kind, cell):
     """One observation or many: the state goes in and comes out, None stands for the start of an episode."""
     agent = make_agent(kind, cell=cell, norm_obs=False)
     obs, state = torch.randn(5, 2, 3), None
-    features = step_by_step(agent, obs, torch.zeros(5, 2, dtype=torch.bool), torch.zeros(2, agent.memory.state_size))
     alone = None
     for t in range(5):
         action, state = agent.predict(obs[t].numpy(), state)
         first, alone = agent.predict(obs[t, 0].numpy(), alone)
-        if kind == "discrete":
-            expected = torch.stack([x.argmax(-1) for x in agent.get_log_probs(features[t])], -1) + torch.tensor([0, 1])
-        else:
-            expected = agent.actor(features[t]).clamp(-1, 1)
-        np.testing.assert_allclose(action, expected.detach().numpy(), atol=1e-5)
         np.testing.assert_allclose(first, action[0], atol=1e-5)
     state[np.array([True, False])] = 0  # as README says, for environments whose episode has ended
     action, _ = agent.predict(obs[0].numpy(), state)

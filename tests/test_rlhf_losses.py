@@ -179,7 +179,9 @@ def test_gradients_are_clipped_apart(rlhf_args):
 
 def test_ratio_is_one_in_the_first_minibatch(rlhf_args, calls):
     """And the old log-probabilities, values, advantages and returns stay what they are in later epochs."""
-    ppo_rlhf.train(rlhf_args(temperature=0.7, ppo_epochs=3))
+    _, run_dir = ppo_rlhf.train(rlhf_args(temperature=0.7, ppo_epochs=3))
+    kl = [given[0].sum(-1).mean().item() for given, _ in calls["compute_rewards"]]
+    assert [float(row["charts/kl"]) for row in rows(run_dir)] == pytest.approx(kl, abs=1e-6)
     policy, value = ([given for given, _ in calls[f"clipped_{name}_loss"]] for name in ("policy", "value"))
     firsts = set()
     for i, ((_, old_values, mask, *_), (advantages, returns)) in enumerate(calls["compute_advantages"]):

@@ -174,8 +174,8 @@ def test_kill_while_saving(rlhf_args, monkeypatch, place):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half)
         patch.setattr(ppo_rlhf.os, "replace", no_second_actor)
-        child = fork(ppo_rlhf.train, args)
-    assert exit_status(child) == -signal.SIGKILL
+        process = fork(ppo_rlhf.train, args)
+    assert exit_status(process) == -signal.SIGKILL
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
     assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 2
     if place == "checkpoint":
