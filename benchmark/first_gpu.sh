@@ -6,8 +6,10 @@
 #     bash benchmark/first_gpu.sh lean       # 7 minutes: Breakout, ours beside LeanRL; LEANRL=PATH, a checkout at 760837e
 #     bash benchmark/first_gpu.sh learn      # 9 minutes (SECONDS_TO_LEARN=500): Pong, with 64 games
 #
+# Together they need half an hour. A part that is cut short leaves its log, and `learn` its episodes, in $OUT.
+#
 # Without a network, WHEELS=FOLDER first installs the wheels of a folder into ./site. These commands fill it with 25 MB,
-# for Python 3.12 and a machine that has torch with CUDA, numpy and transformers:
+# for Python 3.12 and a machine that has torch with CUDA, numpy, opencv, imageio and transformers:
 #     FOR="--only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64"
 #     FOR="$FOR --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
 #     pip download $FOR -d WHEELS gymnasium==1.4.0 ale-py==0.12.1 mujoco==4.0.0 mujoco-core==4.0.0 tyro filelock tqdm \
@@ -31,14 +33,14 @@ if [ -n "${WHEELS:-}" ] && [ ! -d site ]; then
 fi
 
 part() { echo "=== $(date +%T) $*"; }
+median() { sort -n | awk '{x[NR] = $1} END {if (NR) print "median: " x[int((NR + 1) / 2)] " steps/s"}'; }
 steps() { $PYTHON -c "print(int($1 * $SHARE))"; }
 # Run a training; print the end of its output, and the median of its printed steps/s without the first quarter.
 train() {
     local rc=0
     timeout 200 $PYTHON "$@" --runs-dir "$RUNS" > "$RUNS/log" 2>&1 || rc=$?
     tail -n $((rc ? 60 : 8)) "$RUNS/log"
-    grep -oE '[0-9,]+ steps/s' "$RUNS/log" | tr -cd '0-9\n' | tail -n 15 | sort -n |
-        awk '{x[NR] = $1} END {if (NR) print "median: " x[int((NR + 1) / 2)] " steps/s"}'
+    grep -oE '[0-9,]+ steps/s' "$RUNS/log" | tr -cd '0-9\n' | tail -n 15 | median
     echo "exit code $rc (124: stopped after 200 s)"
     ((rc == 0)) || failed=1
 }
@@ -96,9 +98,11 @@ for (name, x), y in zip(a.named_parameters(), b.parameters()):
 lean)
     for games in 8 128; do
         total=$(steps $((games == 8 ? 163840 : 491520)))
-        part "LeanRL, $games games; its speed is that of the whole run without the first three iterations"
+        part "LeanRL, $games games; each of its figures is the speed of ten iterations"
         timeout 200 $PYTHON benchmark/leanrl_atari.py "$LEANRL" --compile --cudagraphs --num-envs="$games" \
-            --total-timesteps="$total" 2>&1 | tr '\r' '\n' | grep -aE "sps|Error" | tail -n 4 || failed=1
+            --total-timesteps="$total" > "$RUNS/lean" 2>&1 || failed=1
+        grep -a Error "$RUNS/lean"
+        grep -aoE "speed: +[0-9.]+" "$RUNS/lean" | uniq | tr -cd '0-9.\n' | median
         part "ours, $games games"
         train variants/ppo_atari.py --preset cleanrl --device "$DEVICE" --num-envs "$games" --total-timesteps "$total"
     done
@@ -106,11 +110,10 @@ lean)
 learn)
     part Pong, 64 games
     timeout -k 15 -s INT "${SECONDS_TO_LEARN:-500}" $PYTHON variants/ppo_atari.py --env-id ALE/Pong-v5 --device "$DEVICE" \
-        --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$RUNS"
+        --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$OUT/runs"
     (($? == 0 || $? == 124)) || failed=1 # 124: stopped in time
-    gzip -c "$RUNS"/*Pong*/episodes.csv > "$OUT/pong_episodes.csv.gz" || failed=1
     $PYTHON -c "import glob, torch
-saved = torch.load(glob.glob('$RUNS/*Pong*/checkpoint.pt')[0], map_location='cpu')
+saved = torch.load(glob.glob('$OUT/runs/*Pong*/checkpoint.pt')[0], map_location='cpu')
 torch.save({key: saved[key] for key in saved if key != 'optimizer'}, '$OUT/pong_agent.pt')  # to evaluate, not to resume" ||
         failed=1
     ;;

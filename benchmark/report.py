@@ -51,7 +51,7 @@ SPEED = {
     "discrete-64": "`ppo_discrete.py`, CartPole-v1, 64 x 128, CleanRL's settings, minibatches of 2,048",
     "atari-8": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
     "atari-128": "`ppo_atari.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
-    "atari-cpu": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on one CPU core",
+    "atari-cpu": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a CPU, ours with games on two threads",
     "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, default LSTMs of 128 (here one, sb3-contrib: two)",
     "rnn-shared": "the same, one LSTM in both",
 }

@@ -5,26 +5,27 @@
     python benchmark/speed.py continuous-1 continuous-8 discrete discrete-64 --cleanrl PATH --leanrl PATH    # and SB3
     python benchmark/speed.py processes processes-humanoid         # all cores: process_envs.py, beside EnvPool
     python benchmark/speed.py atari-8 atari-128 --leanrl PATH      # on a GPU
-    python benchmark/speed.py atari-cpu --cleanrl PATH             # on a CPU
+    taskset -c 0 python benchmark/speed.py atari-cpu --cleanrl PATH         # on one CPU core: ale-py's vector takes all
     python benchmark/speed.py defaults discrete rlhf --before PATH          # beside another commit, checked out at PATH
     python benchmark/speed.py rnn-shared --before PATH --cpu-time           # likewise, on a machine that is not idle
 
 SBX and rejax take part where they are installed. rejax needs no gymnasium: its CartPole is gymnax's, compiled with the
 algorithm into one program. python -m pip install sbx-rl rejax "gymnax<0.1"
 
-CleanRL and LeanRL (760837e) need older packages: PATH/.venv is a virtual environment with them. LeanRL's Atari needs
-none, see leanrl_atari.py. LeanRL runs compiled, and its Atari with CUDA graphs:
+CleanRL and LeanRL (760837e) need older packages: PATH/.venv is a virtual environment with them. LeanRL's Atari runs
+in this environment, with tensordict (leanrl_atari.py). LeanRL runs compiled, and its Atari with CUDA graphs:
 
     python -m venv .venv
     .venv/bin/pip install torch gymnasium==0.29.1 "mujoco<3" imageio tyro tensorboard "numpy<2.3"
     .venv/bin/pip install ale-py==0.10.2 opencv-python-headless                                       # CleanRL's Atari
     .venv/bin/pip install tensordict==0.10.0 tqdm wandb                                               # LeanRL only
 
-Every contestant trains on one thread (`processes`: on all cores), for few steps and then for many. Its speed is the
-difference in steps over the difference in time, so that imports and compilation do not count. The rest of the short
-run is its start. The first start on a machine, where nothing has been compiled yet, is measured once. The "simulator"
-steps the same environments with random actions and learns nothing. Medians over the repeats are printed;
-results/speed.csv keeps those of the cases in docs/results.md. The machine should have nothing else to do.
+Every contestant trains on one thread (`processes`: on all cores; ale-py's games: on all that it may use), for few steps
+and then for many. Its speed is the difference in steps over the difference in time, so that imports and compilation do
+not count. The rest of the short run is its start. The first start on a machine, where nothing has been compiled yet, is
+measured once. The "simulator" steps the same environments with random actions and learns nothing. Medians over the
+repeats are printed; results/speed.csv keeps those of the cases in docs/results.md. The machine should have nothing else
+to do.
 """
 
 import dataclasses
@@ -283,6 +284,7 @@ def seconds(command, cache, cpu_time=False):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": cache}  # LeanRL logs to wandb only
+    environment |= {"TORCHINDUCTOR_CUDAGRAPH_OR_ERROR": "1"}  # on a GPU ours must not train without graphs unseen
 
     def now():
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -340,7 +342,7 @@ def measure(case, contestants, repeats, cpu_time=False):
 class Args:
     cases: tyro.conf.Positional[tuple[Literal[tuple(make_cases())], ...]]  # what is timed
     repeats: int = 3  # runs of every contestant; fewer than 3: nothing is written
-    scale: float = 1.0  # of the numbers of steps; other than 1: nothing is written
+    scale: float = 1.0  # of the numbers of steps, which must stay whole iterations; other than 1: nothing is written
     cleanrl: Path | None = None  # a checkout of CleanRL, with its virtual environment in .venv
     leanrl: Path | None = None  # a checkout of LeanRL, likewise
     before: Path | None = None  # a checkout of an earlier commit: the only other contestant

@@ -213,7 +213,8 @@ def main():
     if not study.get_trials(states=(TrialState.COMPLETE,)):
         raise SystemExit(f"no trial has finished; the last lines of {runs_dir}/logs say why")
     best = study.best_trial
-    flags = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in best.params.items())
+    found = {name: spec.get("value") for name, spec in study.user_attrs["about"]["parameters"].items()} | best.params
+    flags = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in found.items())
     print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
     if (finished := len(study.get_trials(states=ended))) < args.trials:
         raise SystemExit(f"only {finished} of {args.trials} trials have finished; {runs_dir}/logs say why")

@@ -11,11 +11,11 @@ advantages it reaches 1,294, with stored values 898, with GAE 877. Stored values
 The original size has not been run.
 
 The design is that of the published comparison, which found no difference: twenty seeds, eleven evaluations. This one
-adds intervals and tests. NVIDIA's update stands in it twice: as the text describes it (nvidia), and as the text prints
-it (google+stored: Brax's advantages, of stored values). A run that has a row in the CSV is skipped, so the
-study can be stopped and started again. An evaluation is the mean return of the first episode of each evaluation
-environment, with sampled actions. The original divides all rewards of 1,000 steps by the number of episodes that ended
-in them; its figures are in tests/golden.json, seed001_results.
+adds intervals and tests. NVIDIA's update is in it twice, because the comparison's prose (nvidia) and its formula
+(google+stored: Brax's advantages, of stored values) differ. A run that has a row in the CSV is skipped, so the study
+can be stopped and started again. An evaluation is the mean return of the first episode of each evaluation environment,
+with sampled actions. The original divides all rewards of 1,000 steps by the number of episodes that ended in them; its
+figures are in tests/golden.json, seed001_results.
 """
 
 import copy
