@@ -16,7 +16,7 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are normalized when the policy acts, and stored that way. Mean and deviation change between rollouts.
    In the first rollout they are 0 and 1.
-3. Rewards are divided by the deviation of the discounted return, including this rollout's. Logged returns are raw.
+3. Rewards are divided by the deviation of the discounted return, this rollout included. Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
@@ -24,7 +24,7 @@ None of the items above is in the paper (Schulman et al. 2017). Nor are gradient
 --norm-adv, --clip-vloss and --recompute-advantages.
 
 Shapes: T = num_steps, N = num_envs, B = T * N (batch), M = B / num_minibatches, D = observation size,
-K = action dimensions, A = sum of their choices (CartPole: K = 1, A = 2), E = number of truncations in a rollout.
+K = action dimensions, A = sum of their choices (one Discrete(4): K = 1, A = 4), E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
 and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
 """
@@ -62,10 +62,10 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # random seed; on a CPU, equal seeds give equal runs, to the bit, unless resumed
     device: str = "cpu"  # cpu, cuda or cuda:1; small networks train faster on a CPU
-    compile: bool = True  # torch.compile: 10 s to start, then 2-3 times faster; needs a C++ compiler
+    compile: bool = True  # torch.compile: 10 s to start, then faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
-    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample actions as in training
+    eval_deterministic: bool = True  # evaluate with the likeliest action; off: sample
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
@@ -183,7 +183,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
-        The distribution is written out, because torch.distributions costs more time than these networks."""
+        The distribution is written out, because torch.distributions is slower."""
         log_probs = self.get_log_probs(obs, action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
@@ -317,7 +317,7 @@ def train(args=None, resume=None):
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # more would not help such small networks
+        torch.set_num_threads(1)  # more threads pay only on idle cores: docs/notes/speed.md
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
@@ -329,8 +329,8 @@ def train(args=None, resume=None):
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # So optimizers need flat_parameters. Create all modules in Agent: later ones are not trained.
+        # Adam is faster on one vector: each parameter becomes a view of flat_parameters, which alone gets a gradient.
+        # Give flat_parameters to an optimizer, not agent.parameters(). Modules made below this line are not trained.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -356,8 +356,7 @@ def train(args=None, resume=None):
                 gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             return gradient, metrics
 
-        # A new value of a number in args recompiles these; the ninth fails. A schedule needs a tensor: see `compiled`.
-        act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
+        act, compute_gradient = compiled(act, args, device), compiled(compute_gradient, args, device)
 
         # ---------------------------------------------------------------------------------------------------- storage
         obs = torch.zeros(T, N, *obs_shape, device=device)  # as the policy saw them, normalized
@@ -371,7 +370,7 @@ def train(args=None, resume=None):
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
 
-        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: --resume may change B
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
@@ -385,7 +384,7 @@ def train(args=None, resume=None):
                 raw_next_obs, reward, terminated, truncated, infos = envs.step(env_actions.cpu().numpy())
                 truncated = truncated & ~terminated  # if both are set, it counts as terminated
                 step_rewards[t], step_terminations[t], step_truncations[t] = reward, terminated, truncated
-                global_step += N
+                global_step += args.num_envs
                 if truncated.any():  # SAME_STEP: raw_next_obs begins the next episode; infos has the final observation
                     raw_final_obs.extend(infos["final_obs"][truncated])
                 episode_returns += reward
@@ -405,7 +404,7 @@ def train(args=None, resume=None):
             if args.norm_reward:
                 rewards = normalize_rewards(agent.return_rms, discounted_returns, rewards, ended, args.gamma)
             last_obs = agent.normalize_obs(torch.from_numpy(raw_next_obs).to(device))  # (N, D)
-            raw_final_obs = np.array(raw_final_obs, raw_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
+            raw_final_obs = np.array(raw_final_obs, raw_next_obs.dtype).reshape(-1, *obs_shape)  # (E, D), E truncations
             final_obs = agent.normalize_obs(torch.from_numpy(raw_final_obs).to(device))
             gae_args = (rewards, terminations, truncations, args.gamma, args.gae_lambda)
             values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)  # (T, N)
@@ -419,9 +418,9 @@ def train(args=None, resume=None):
             for epoch in range(args.update_epochs):
                 if epoch > 0 and args.recompute_advantages:
                     values, advantages, returns = estimate_advantages(agent, obs, last_obs, final_obs, *gae_args)
-                permutation = torch.randperm(B).to(device)
+                permutation = torch.randperm(T * N).to(device)
                 tensors = (obs, actions, action_masks, log_probs, values, advantages, returns)  # as ppo_loss takes them
-                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (B, ...)
+                b_tensors = [x.flatten(0, 1)[permutation] for x in tensors]  # (T * N, ...)
                 for minibatch in zip(*(x.split(M) for x in b_tensors)):  # (M, ...)
                     gradient, metrics = compute_gradient(*minibatch)
                     all_metrics.append(metrics)
@@ -468,13 +467,13 @@ def check(args):
         raise UsageError(f"--num-minibatches must divide num_envs * num_steps = {batch_size}: choose one of {divisors}")
 
 
-def compiled(function, args):
+def compiled(function, args, device):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
-    options = {"fallback_random": True, "cpp_wrapper": args.device == "cpu", "cpp.vec_isa_ok": True}
+    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
@@ -500,7 +499,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(Exception):  # not a number
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. gymnasium would merge a bare dict into arrays, but no list.
+        # Copy obs: the reset may overwrite it. A list around numbers: gymnasium would merge a bare dict.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -536,7 +535,7 @@ def make_envs(args, num_envs):
     if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP:  # it ignored the option
         raise UsageError(f"{args.env_id}: its vector must have autoreset_mode SAME_STEP, and say so in its metadata")
     if len(envs.single_observation_space.shape or ()) != 1:
-        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it. Images: ppo_atari.py")
+        raise UsageError(f"{args.env_id} has {envs.single_observation_space}: flatten it; see docs/your-environment.md")
     choices(envs.single_action_space)  # rejects others
     return envs
 
@@ -580,7 +579,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers(recurse=False):  # load_state_dict checks the shapes, but not the bounds
+            for name, x in agent.named_buffers(recurse=False):  # load_state_dict would overwrite these without a word
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)

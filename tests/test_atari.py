@@ -133,8 +133,8 @@ def test_evaluation_sees_what_training_saw():
     # The no-ops at the start are random: look for a start with the same number of them.
     obs, infos = envs.reset(seed=1)
     for seed in range(1000):
-        one, info = env.reset(seed=seed)
-        if info["episode_frame_number"] == infos["episode_frame_number"][0]:
+        one, _ = env.reset(seed=seed)
+        if env.unwrapped.ale.getEpisodeFrameNumber() == infos["episode_frame_number"][0]:
             break
     for action in np.random.default_rng(0).integers(6, size=200):
         assert np.array_equal(one, obs[0])
@@ -163,6 +163,7 @@ def test_a_game_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert saved["global_step"] == 32 and saved["args"]["clip_vloss"] and not saved["args"]["eval_deterministic"]
     printed = main("--evaluate", str(run_dir), "--eval-episodes", "1", "--capture-video")
     assert printed.startswith("returns: ") and "\nmean " in printed
+    assert main("--evaluate", str(run_dir), "--eval-episodes", "1", "--no-capture-video") == printed  # seeds the noise
     assert [path.name for path in (run_dir / "videos").glob("*.mp4")] == ["evaluation-episode-0.mp4"]
     for name in ("BreakoutNoFrameskip-v4", "Breakout-v4"):
         with pytest.raises(script.UsageError, match="ALE/NAME-v5"):

@@ -17,7 +17,7 @@
 Where PPO implementations differ, this one does as follows (docs/choices.md compares them):
 1. A truncated episode (time limit) is bootstrapped from its final observation. A terminated one is not.
 2. Observations are uint8 images, stored as they are. Only Atari's are stacked. Actor and critic share the Nature CNN.
-3. Actor and critic learn from the sign of the rewards (--no-clip-reward: from their values). Logged returns are raw.
+3. Actor and critic learn from the sign of the rewards (--no-clip-reward: from the rewards). Logged returns are raw.
 4. Each action dimension has its own softmax. Log-probabilities and entropies are sums over the dimensions.
 5. infos["action_mask"] is True for each allowed choice. A forbidden one has probability 0, in the update too.
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
@@ -30,11 +30,10 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 The defaults are those of OpenAI's baselines, but the value loss is not clipped. --preset cleanrl clips it. Items 1,
 5, 6 and --recompute-advantages are neither in the paper (Schulman et al. 2017) nor in CleanRL.
 
-Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (batch of all ranks), M = T * N / num_minibatches
-(minibatch of a rank), D = image shape, K = action dimensions, A = sum of their choices (Breakout: K = 1, A = 4),
-E = number of truncations in a rollout. actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode,
-terminations[t] or truncations[t] is True, and obs[t + 1] begins the next episode, or continues the game after a lost
-life. CleanRL stores these flags as dones[t + 1].
+Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (all ranks), M = T * N / num_minibatches, D = image shape,
+K = action dimensions, A = sum of their choices (one Discrete(4): K = 1, A = 4), E = number of truncations in a rollout.
+actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
+and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
 """
 
 import argparse
@@ -76,7 +75,7 @@ class Args:  # the comments are what --help prints
     compile: bool = True  # torch.compile: 10 s to start, then faster; needs a C++ compiler
     checkpoint_interval: float = 30.0  # seconds between checkpoints; 0: after every iteration
     eval_episodes: int = 10  # episodes that --evaluate plays, each of at most 30,000 steps
-    eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample actions as in training
+    eval_deterministic: bool = False  # evaluate with the likeliest action; off: sample
     capture_video: bool = False  # save videos of --evaluate, or about ten during training, to RUN_DIR/videos
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # project for --track
@@ -141,7 +140,7 @@ class NatureCNN(nn.Module):
 
 class Agent(nn.Module):
     """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
-    raw images (..., D), even 0 of them, into features (..., 512). No dropout, no batch norm: nothing calls `eval`."""
+    raw images (..., D), (0, D) too, into features (..., 512). No dropout, no batch norm: nothing calls `eval`."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
@@ -151,7 +150,7 @@ class Agent(nn.Module):
         self.register_buffer("obs_shape", torch.tensor(obs_shape))
         self.encoder = NatureCNN(obs_shape)
         # gain 0.01: outputs start near 0, so the first policy hardly depends on the observation.
-        # Actor first: after the critic's one bias, its weights would be misaligned, and CUDA graphs copy such inputs.
+        # Actor first: the critic's one bias would misalign the actor's weights, and CUDA graphs copy such inputs.
         self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
 
@@ -169,7 +168,7 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs, action=None, action_mask=None):
         """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
-        The distribution is written out, as in ppo_discrete.py."""
+        The distribution is written out, because torch.distributions is slower."""
         features = self.encoder(obs)
         log_probs = self.get_log_probs(features, action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
@@ -184,9 +183,9 @@ class Agent(nn.Module):
         return (action + self.action_start).to(self.action_start.dtype)
 
     @torch.no_grad()
-    def predict(self, obs, deterministic=True, action_mask=None):
+    def predict(self, raw_obs, deterministic=True, action_mask=None):
         """Image(s), (D,) or (N, D), mask(s) (A,) or (N, A) -> action(s) for the environment, numpy"""
-        obs = torch.as_tensor(np.ascontiguousarray(obs), device=self.obs_shape.device)
+        obs = torch.as_tensor(np.ascontiguousarray(raw_obs), device=self.obs_shape.device)
         if list(obs.shape[-3:]) != self.obs_shape.tolist():
             raise UsageError(f"observations of shape {tuple(obs.shape)}, not (..., {self.obs_shape.tolist()})")
         if action_mask is not None:
@@ -273,7 +272,7 @@ def explained_variance(values, returns):
 
 
 def train(args=None, resume=None):
-    """Train an agent. Return it and its run folder, which is None on ranks above 0.
+    """Train an agent. Return it and its run folder.
 
     resume: the run folder to continue, or "latest". args, if given, replace all settings of that run."""
     # --------------------------------------------------------------------------------------------------------- set-up
@@ -284,25 +283,25 @@ def train(args=None, resume=None):
     check(args)
     device, rank, num_ranks = start_device(args)
     T, N = args.num_steps, args.num_envs // num_ranks  # this process has N of the environments
-    B, M = T * args.num_envs, T * N // args.num_minibatches
+    B, M = T * args.num_envs, T * N // args.num_minibatches  # batch of all ranks, minibatch of this one
     num_iterations = args.total_timesteps // B
 
     with contextlib.ExitStack() as cleanup:  # runs its callbacks at the end, even after an error
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # two are 1.5 times as fast on idle cores, but 3 times slower beside a busy process
+        torch.set_num_threads(1)  # more threads pay only on idle cores: docs/notes/speed.md
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
         global_step = run.global_step  # above 0 after --resume
-        # Each rank and each resumed run has its own seeds. noise_seed: networks, noise and permutations.
+        # With global_step, a resumed run repeats no random numbers. noise_seed: networks, noise and permutations.
         noise_seed, env_seed = np.random.default_rng([args.seed, global_step, rank]).integers(2**30, size=2).tolist()
         raw_next_obs, infos = envs.reset(seed=env_seed)  # environment i gets env_seed + i
         torch.manual_seed(noise_seed)  # after reset, in which VectorMember seeds torch
 
         obs_shape = envs.single_observation_space.shape
         agent = Agent(obs_shape, *choices(envs.single_action_space), args).to(device)
-        # Adam is faster on one vector, so each parameter becomes a view of it, and only the vector gets a gradient.
-        # So optimizers need flat_parameters. Create all modules in Agent: later ones are not trained.
+        # Adam is faster on one vector: each parameter becomes a view of flat_parameters, which alone gets a gradient.
+        # Give flat_parameters to an optimizer, not agent.parameters(). Modules made below this line are not trained.
         parameters = list(agent.parameters())
         flat_parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(flat_parameters, parameters)
@@ -326,8 +325,7 @@ def train(args=None, resume=None):
             gradient = torch.cat([x.flatten() for x in gradients])
             return gradient, metrics
 
-        # A new value of a number in args recompiles these; the ninth fails. A schedule needs a tensor: see `compiled`.
-        act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
+        act, compute_gradient = compiled(act, args, device), compiled(compute_gradient, args, device)
 
         # ---------------------------------------------------------------------------------------------------- storage
         obs = torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device)
@@ -340,7 +338,7 @@ def train(args=None, resume=None):
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
         frame_numbers = np.zeros(N, dtype=int)  # of each game so far, from ale-py
 
-        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: --resume may change B
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
@@ -476,15 +474,14 @@ def gather_from_ranks(episodes):
     return sorted((x for part in lists for x in part), key=lambda episode: episode["step"])
 
 
-def compiled(function, args):
+def compiled(function, args, device):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
-    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "cpp.vec_isa_ok": True}
-    options["triton.cudagraphs"] = not on_cpu  # on a GPU, all kernels of a call are one CUDA graph
+    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
+    options["triton.cudagraphs"] = device.type == "cuda"  # on a GPU, all kernels of a call are one CUDA graph
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
@@ -510,7 +507,7 @@ class VectorMember(gym.Wrapper):
         for name, value in info.items():
             with contextlib.suppress(Exception):  # not a number
                 numbers[name] = float(value)
-        # Copy obs: the reset may overwrite it. gymnasium would merge a bare dict into arrays, but no list.
+        # Copy obs: the reset may overwrite it. A list around numbers: gymnasium would merge a bare dict.
         return np.array(obs), reward, terminated, truncated, {"numbers": [numbers]}
 
     def keep_mask(self, info):  # hstack: for a tuple of masks, one for each dimension of the action
@@ -524,7 +521,7 @@ def make_env(args, **kwargs):
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
         kwargs = {"frameskip": 1, "repeat_action_probability": 0.0} | json.loads(args.env_kwargs) | kwargs
         env = gym.wrappers.AtariPreprocessing(gym.make(args.env_id, **kwargs))
-        return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
+        return VectorMember(gym.wrappers.FrameStackObservation(env, 4, padding_type="zero"))
     env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
     space = env.observation_space
     if isinstance(env.unwrapped, ale_py.AtariEnv) and space == env.unwrapped.observation_space:  # not preprocessed
@@ -551,6 +548,7 @@ def make_envs(args, num_envs):
     if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP:  # it ignored the option
         raise UsageError(f"{args.env_id}: its vector must have autoreset_mode SAME_STEP, and say so in its metadata")
     space = envs.single_observation_space
+    # Channels, the smallest number, come first or last. So shape[1] and the second smallest are rows or columns.
     if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     choices(envs.single_action_space)  # rejects others
@@ -584,7 +582,8 @@ class Run:
         name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}")
         self.args, self.total_steps = args, total_steps
         if dist.is_initialized() and dist.get_rank() > 0:  # only rank 0 writes: here log, save and close do nothing
-            self.dir, self.checkpoint = None, load_checkpoint(resume) if resume else {}
+            self.dir = None
+            self.checkpoint = load_checkpoint(resume) if resume else {}
             self.global_step = self.checkpoint.get("global_step", 0)
             self.log = self.save = self.close = lambda *arguments, **options: None
             return
@@ -601,7 +600,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers(recurse=False):  # load_state_dict checks the shapes, but not the bounds
+            for name, x in agent.named_buffers(recurse=False):  # load_state_dict would overwrite these without a word
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
@@ -721,7 +720,7 @@ def load_args(run_dir):
 
 
 def load_agent(run_dir):
-    """The trained agent of a run folder: load_agent("runs/NAME").predict(obs) is an action."""
+    """The trained agent of a run folder: load_agent("runs/NAME").predict(raw_obs) is an action."""
     state = load_checkpoint(run_dir)["agent"]
     agent = Agent(state["obs_shape"].tolist(), state["action_sizes"], state["action_start"], load_args(run_dir))
     agent.load_state_dict(state)

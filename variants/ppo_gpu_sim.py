@@ -417,7 +417,7 @@ def train(args=None, resume=None):
             return torch.cat([x.flatten() for x in gradients]), metrics
 
         # Before you change args.ent_coef or another number during the run, read `compiled`.
-        act, compute_gradient = compiled(act, args), compiled(compute_gradient, args)
+        act, compute_gradient = compiled(act, args, device), compiled(compute_gradient, args, device)
 
         # ---------------------------------------------------------------------------------------------------- storage
         # On the device. The last of T + 1 rows is the observation after the last step.
@@ -437,7 +437,7 @@ def train(args=None, resume=None):
             shortened[:] = True
 
         timeouts = args.timeouts
-        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: B may have changed
+        for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: --resume may change B
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             if args.desired_kl is None:
                 lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))
@@ -597,15 +597,14 @@ def gather_from_ranks(episodes):
     return sorted((x for part in lists for x in part), key=lambda episode: episode["step"])
 
 
-def compiled(function, args):
+def compiled(function, args, device):
     """torch.compile, unless --no-compile. It compiles again for each new value of a number that the function reads,
     such as args.ent_coef, and fails at the ninth. A tensor may change: see "A schedule" in docs/your-environment.md."""
     torch.compiler.reset()  # forget what an earlier `train` compiled; this one compiles nothing until the rollout
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in compiled functions
-    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     # fallback_random: draw as eager mode does. cpp_wrapper: call the kernels from C++. vec_isa_ok: skip a self-test.
-    options = {"fallback_random": True, "cpp_wrapper": on_cpu, "cpp.vec_isa_ok": True}
-    options["triton.cudagraphs"] = not on_cpu  # on a GPU, all kernels of a call are one CUDA graph
+    options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
+    options["triton.cudagraphs"] = device.type == "cuda"  # on a GPU, all kernels of a call are one CUDA graph
     # Not dynamic: torch 2.14 computed a wrong loss when a number varied.
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
@@ -750,7 +749,7 @@ class Run:
         """With --resume, load the checkpoint into agent and optimizer. Then open the logs, on rank 0."""
         args, state = self.args, self.checkpoint.get("agent")
         if state:
-            for name, x in agent.named_buffers(recurse=False):  # load_state_dict checks the shapes, but not the bounds
+            for name, x in agent.named_buffers(recurse=False):  # load_state_dict would overwrite these without a word
                 if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
