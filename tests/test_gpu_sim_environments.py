@@ -71,6 +71,21 @@ def test_timeouts_auto(tmp_path, capsys, kind):
         assert torch.equal(auto.actor[0].weight, other.actor[0].weight) == is_equal
 
 
+class Done(torch_envs.Drift):
+    """Returns `done` in place of terminations."""
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = super().step(actions)
+        return obs, rewards, terminations | truncations, truncations, infos
+
+
+def test_time_limits_that_are_terminations_too(tmp_path, capsys):
+    """They count as terminations, and a line says so, once. With other terminations nothing is said."""
+    for kind in (Done, torch_envs.Drift):
+        script.train(make_args(tmp_path, env_id=env_id_of(kind), num_steps=60, total_timesteps=16 * 120))
+        assert capsys.readouterr().out.count("each time limit is a termination too") == (kind is Done)
+
+
 class Named(torch_envs.Drift):
     """Hands over observations as a test wants them."""
 

@@ -177,7 +177,7 @@ def test_kill_while_saving(rlhf_args, monkeypatch, place):
         process = fork(ppo_rlhf.train, args)
     assert exit_status(process) == -signal.SIGKILL
     (run_dir,) = (ROOT / args.runs_dir).iterdir()
-    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 2
+    assert ppo_rlhf.load_checkpoint(run_dir)["iteration"] == 1
     if place == "checkpoint":
         transformers.AutoModelForCausalLM.from_pretrained(run_dir / "actor")
     ppo_rlhf.train(resume=run_dir)
@@ -230,8 +230,8 @@ def test_reward_that_is_not_finite(rlhf_args, models, tmp_path):
 
 def test_update_that_is_not_finite(rlhf_args):
     """A critic with a huge learning rate: its weights are finite after the first step, after the second they are not.
-    The checkpoint before is kept."""
-    args = rlhf_args(checkpoint_interval=1, num_minibatches=1, ppo_epochs=1, critic_learning_rate=1e36)
+    The checkpoint before, that of the first iteration, is kept."""
+    args = rlhf_args(num_minibatches=1, ppo_epochs=1, critic_learning_rate=1e36)
     with pytest.raises(ppo_rlhf.UsageError, match="iteration 2 gave NaN or infinity"):
         ppo_rlhf.train(args)
     (run_dir,) = (ROOT / args.runs_dir).iterdir()

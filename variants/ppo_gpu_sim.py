@@ -420,8 +420,8 @@ def train(args=None, resume=None):
         act, compute_gradient = compiled(act, args, device), compiled(compute_gradient, args, device)
 
         # ---------------------------------------------------------------------------------------------------- storage
-        # On the device. The last of T + 1 rows is the observation after the last step.
-        raw_obs = torch.zeros(T + 1, *next_obs.shape, device=device)  # (T + 1, N, D)
+        # On the device. The last row of raw_critic_obs is the observation after the last step.
+        raw_obs = torch.zeros(T, *next_obs.shape, device=device)  # (T, N, D)
         raw_critic_obs = torch.zeros(T + 1, *next_critic_obs.shape, device=device)  # (T + 1, N, P)
         raw_final_obs = torch.zeros(T, *next_critic_obs.shape, device=device)  # (T, N, P), for the critic
         actions = torch.zeros(T, N, len(low), device=device)  # as the policy chose them: not clipped, before tanh
@@ -436,7 +436,7 @@ def train(args=None, resume=None):
             envs.episode_length_buf = torch.randint_like(envs.episode_length_buf, int(envs.max_episode_length))
             shortened[:] = True
 
-        timeouts = args.timeouts
+        timeouts, warned = args.timeouts, False
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: --resume may change B
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
             if args.desired_kl is None:
@@ -449,12 +449,16 @@ def train(args=None, resume=None):
                 actions[t], env_actions = act(raw_obs[t])
                 # A copy: simulators may keep it, and the next replay of a CUDA graph overwrites the original.
                 observed, rewards[t], terminations[t], truncations[t], infos = step(env_actions.clone())
-                truncations[t] &= ~terminations[t]  # if both are set, it terminated
                 next_obs, next_critic_obs = split_obs(observed)
                 has_final_obs[t] = "final_obs" in infos
                 raw_final_obs[t] = split_obs(infos.get("final_obs", observed))[1]
                 simulator_logs.append(read_log(infos))
-            raw_obs[T], raw_critic_obs[T] = next_obs, next_critic_obs
+            raw_critic_obs[T] = next_critic_obs
+            both = terminations & truncations
+            if not warned and both.any() and torch.equal(both, truncations):
+                warned = True
+                print(f"{args.env_id}: each time limit is a termination too: not bootstrapped; see docs/gpu_sim.md")
+            truncations &= ~terminations  # if both are set, it terminated
             episodes = []
             for step_rewards, episode_over in zip(rewards.cpu().numpy(), (terminations | truncations).cpu().numpy()):
                 global_step += args.num_envs
@@ -469,7 +473,7 @@ def train(args=None, resume=None):
             # --------------------------------------------------------------------------------------------- advantages
             # Weights and statistics are still those of the rollout: one pass gives the values of all its steps.
             with torch.no_grad():
-                obs = agent.normalize(raw_obs[:T], agent.obs_rms)  # (T, N, D)
+                obs = agent.normalize(raw_obs, agent.obs_rms)  # (T, N, D)
                 critic_obs = agent.normalize(raw_critic_obs, agent.critic_obs_rms)  # (T + 1, N, P)
                 means, stds = agent.get_mean_and_std(obs)  # (T, N, A)
                 log_probs, _ = agent.get_log_prob_and_entropy(means, stds, actions)
@@ -501,7 +505,7 @@ def train(args=None, resume=None):
             if not args.unroll_length:
                 batch = {name: x.flatten(0, 1).unsqueeze(0) for name, x in batch.items()}  # (1, T * N, ...)
             if args.norm_obs:  # for the next rollout: this one is normalized already
-                agent.obs_rms.update(raw_obs[:T])
+                agent.obs_rms.update(raw_obs)
                 agent.critic_obs_rms.update(raw_critic_obs[:T])
 
             # ------------------------------------------------------------------------------------------------- update

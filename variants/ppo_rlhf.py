@@ -73,7 +73,7 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # seed of sampling, of the order of prompts, and of the built-in models
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
-    checkpoint_interval: int = 20  # iterations between checkpoints; the last iteration is always saved
+    checkpoint_interval: int = 20  # iterations between checkpoints; the first and the last are always saved
     eval_episodes: int = 256  # answers that --evaluate asks for
     eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
     track: bool = False  # log to Weights & Biases too
@@ -228,11 +228,12 @@ def clipped_value_loss(new_values, old_values, returns, clip_coef):
 
 def apply_gradient(model, optimizer, max_grad_norm):
     """One optimizer step of a model. Averages its gradient over ranks and clips the norm first."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:  # this rank's loss did not use it, but every rank joins the average
-                parameter.grad = torch.zeros_like(parameter)
-            average_over_ranks(parameter.grad)
+    if dist.is_initialized():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # this rank's loss did not use it, but every rank joins the average
+                    parameter.grad = torch.zeros_like(parameter)
+                average_over_ranks(parameter.grad)
     if max_grad_norm > 0:
         nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
@@ -394,7 +395,7 @@ def train(args=None, resume=None):
                 average_over_ranks(value)
             scalars["charts/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
             run.log(iteration, scalars, list(zip(scores.tolist(), texts)))
-            if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
+            if iteration % args.checkpoint_interval == 0 or iteration in (1, num_iterations):
                 run.save_model(actor, tokenizer, "actor")  # first: after a kill between the two, --resume repeats both
                 run.save(learners)
         return actor, run.dir
@@ -541,7 +542,7 @@ def make_models(args, device, run_dir=None):
             nn.init.zeros_(reward_model.score.weight)
         if tokenizer.eos_token_id is None:
             raise UsageError(f"the tokenizer of --model {name} has no EOS token: give it one")
-        if args.reward_model and reward_model.config.pad_token_id == tokenizer.eos_token_id:
+        if args.reward_model and reward_model.config.get_text_config().pad_token_id == tokenizer.eos_token_id:
             print(f"{reward_name} pads with EOS: transformers reads its score one token earlier than this script")
     own_ends = reference.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])} - {None}
@@ -629,7 +630,8 @@ def pad_left(rows, pad_token_id):
 def decode(tokenizer, prompts, sequences, mask):
     """Pairs of texts (prompt, answer), without special tokens."""
     answers = [row[actions].tolist() for row, actions in zip(sequences[:, -mask.shape[1] :], mask)]
-    return list(zip(*(tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, answers))))
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}  # the text as it is: "x != y"
+    return list(zip(*(tokenizer.batch_decode(ids, **options) for ids in (prompts, answers))))
 
 
 def format_sample(score, prompt, answer):
