@@ -6,9 +6,9 @@
 
 The files are what report.py writes. Without a name, runs of the same script and flags are compared.
 
-For each task: the mean over seeds of the last 100 training episodes, and the 95% interval (Welch) of the difference. An
-interval that contains 0 shows no change. Falls: episodes that end before the time limit, per 1,000 steps of the last
-fifth of a run. Low: runs below half of the mean of their setting, where that is above 0.
+For each task: the mean over seeds of the last 100 training episodes, and the 95% interval (Welch) of the difference. If
+the interval contains 0, the runs do not show a change. Falls: episodes that end before the time limit, per 1,000 steps
+of the last fifth of a run. Low: runs below half of the mean of their setting, where that is above 0.
 Then: tasks that are lower by more than one standard error, with the difference in standard errors.
 Last line, if a task has a published figure: the mean of those tasks' differences, each divided by the size of the
 highest published figure (published.csv); its standard error; the ratio of the two.

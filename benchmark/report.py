@@ -409,12 +409,13 @@ def headline():
     text = "Environment steps per second on one CPU thread, at equal settings, startup not counted ([more]"
     text += "(docs/results.md#speed)). SBX and rejax use JAX."
     if rejax := speed.get(("discrete", "rejax")):
-        text += f" rejax simulates CartPole in JAX too, and makes {int(rejax['steps_per_second']):,}."
+        text += f" rejax runs CartPole in JAX too, and reaches {int(rejax['steps_per_second']):,}."
     return [
         *table(columns, lines),
         "",
-        "Beyond MuJoCo, each cell counts the tasks on which our mean reaches the column's score, out of those that "
-        "have one. SB3's columns compare training scores; its defaults column skips tasks for which we set flags. "
+        "Beyond MuJoCo, each cell is the number of tasks on which our mean is at least the column's score, out of the "
+        "tasks that have one. SB3's columns compare training scores. *SB3, its defaults* leaves out tasks for which we "
+        "changed our own defaults. "
         "Published evaluations are compared with our evaluations. Some published scores took more steps, some fewer "
         "([all figures](docs/results.md#beyond-mujoco)).",
         "",
