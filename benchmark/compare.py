@@ -36,9 +36,10 @@ def read(source):
             if exp_name in ("", row["exp_name"]):
                 key = ("", row["env_id"], "") if exp_name else (row["script"], row["env_id"], row["flags"])
                 rows = settings[key]
-                if rows and (row["exp_name"], row["flags"]) != (rows[0]["exp_name"], rows[0]["flags"]):
-                    text = f"give each an --exp-name, and choose one, as in {path}:{rows[0]['exp_name']}"
-                    sys.exit(f"{source} has several settings of {row['env_id']}: {text}")
+                if rows and row["exp_name"] != rows[0]["exp_name"]:
+                    sys.exit(f"{source} has several settings: choose one, as in {path}:{rows[0]['exp_name']}")
+                if rows and row["flags"] != rows[0]["flags"]:
+                    sys.exit(f"{source} has {row['env_id']} with several flags: give each an --exp-name")
                 if any(row["seed"] == other["seed"] for other in rows):
                     sys.exit(f"{source} has seed {row['seed']} of {row['env_id']} twice")
                 rows.append(row)

@@ -24,7 +24,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} OUT=$(realpath -m "${OUT:-gpu}") DEVICE=${DEVICE:-cuda} SHARE=${SHARE:-1} # SHARE=0.1: try `run`
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD/site:${PYTHONPATH:-}
 export TORCHINDUCTOR_CUDAGRAPH_OR_ERROR=1 # a call that cannot be a CUDA graph fails instead of running without one
-RUNS=$(mktemp -d) # run folders are large; what is worth keeping is copied to $OUT
+RUNS=$(mktemp -d) # run folders are large: only that of `learn` is in $OUT, so that a kill leaves its episodes
 mkdir -p "$OUT"
 exec > >(tee -a "$OUT/${1:-run}.log") 2>&1
 LOGGER=$!
@@ -100,8 +100,8 @@ lean)
         total=$(steps $((games == 8 ? 163840 : 491520)))
         part "LeanRL, $games games; each of its figures is the speed of ten iterations"
         timeout 200 $PYTHON benchmark/leanrl_atari.py "$LEANRL" --compile --cudagraphs --num-envs="$games" \
-            --total-timesteps="$total" > "$RUNS/lean" 2>&1 || failed=1
-        grep -a Error "$RUNS/lean"
+            --total-timesteps="$total" > "$RUNS/lean" 2>&1 ||
+            { echo "exit code $? (124: stopped after 200 s)" && tail -n 60 "$RUNS/lean" && failed=1; }
         grep -aoE "speed: +[0-9.]+" "$RUNS/lean" | uniq | tr -cd '0-9.\n' | median
         part "ours, $games games"
         train variants/ppo_atari.py --preset cleanrl --device "$DEVICE" --num-envs "$games" --total-timesteps "$total"
@@ -113,9 +113,10 @@ learn)
         --num-envs 64 --num-minibatches 16 --total-timesteps 8_000_000 --checkpoint-interval 20 --runs-dir "$OUT/runs"
     (($? == 0 || $? == 124)) || failed=1 # 124: stopped in time
     $PYTHON -c "import glob, torch
-saved = torch.load(glob.glob('$OUT/runs/*Pong*/checkpoint.pt')[0], map_location='cpu')
+saved = torch.load(sorted(glob.glob('$OUT/runs/*Pong*/checkpoint.pt'))[-1], map_location='cpu')
 torch.save({key: saved[key] for key in saved if key != 'optimizer'}, '$OUT/pong_agent.pt')  # to evaluate, not to resume" ||
         failed=1
+    rm -f "$OUT"/runs/*Pong*/{checkpoint.pt,checkpoint.tmp,lock,ppo_atari.py} # large, or known
     ;;
 *)
     echo "usage: bash benchmark/first_gpu.sh run|compare|lean|learn"

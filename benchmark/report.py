@@ -51,7 +51,7 @@ SPEED = {
     "discrete-64": "`ppo_discrete.py`, CartPole-v1, 64 x 128, CleanRL's settings, minibatches of 2,048",
     "atari-8": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a GPU",
     "atari-128": "`ppo_atari.py`, ALE/Breakout-v5, 128 x 128, on a GPU",
-    "atari-cpu": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a CPU, ours with games on two threads",
+    "atari-cpu": "`ppo_atari.py`, ALE/Breakout-v5, 8 x 128, on a CPU",
     "rnn": "`ppo_rnn.py`, CartPole without velocities, 4 x 128, default LSTMs of 128 (here one, sb3-contrib: two)",
     "rnn-shared": "the same, one LSTM in both",
 }
@@ -264,8 +264,8 @@ def by_task(rows, source):
     groups = group_by(rows, "env_id", "script")
     for (env_id, _), group in groups.items():
         if len({(row["exp_name"], row["flags"], row["global_step"]) for row in group}) > 1:
-            text = "name only the run folders of one, or delete its older rows"
-            raise SystemExit(f"{source} would have several settings of {env_id}: {text}")
+            text = "publish only the run folders of one, and delete the rows of the others"
+            raise SystemExit(f"{source}: {env_id} would have several settings: {text}")
         if len(group) != len({row["seed"] for row in group}):
             raise SystemExit(f"{source} has a seed twice for {env_id}")
     return groups
@@ -281,7 +281,7 @@ def read_suite(name):
 
 
 def by_env_id(suite):
-    """{env_id: rows} of a suite, for tasks that one script trains"""
+    """{env_id: rows} of a suite; of two scripts that train a task, the last"""
     return {env_id: rows for (env_id, _), rows in read_suite(suite).items()}
 
 

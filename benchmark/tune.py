@@ -5,8 +5,8 @@
 
 A trial trains the task with every seed. A run's score is the mean raw return of its last 100 training episodes, a
 trial's score the median over seeds. After two seeds or more, a trial ends if it is behind the best one by a signed-rank
-test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has the script's default
-settings, as far as the sweep's values and ranges have them, unless --no-defaults is given.
+test (p < 0.3). Seeds begin at 101: results are reported on other ones. The first trial has the script's
+defaults, except those outside the sweep's values and ranges. With --no-defaults it has none.
 
 The same command again, at the same time or later, works on the same study, RUNS_DIR/STUDY.db, until that has so many
 trials. A trial whose worker was killed is tried again when a worker starts alone, and its runs go on from their
@@ -213,7 +213,9 @@ def main():
     if not study.get_trials(states=(TrialState.COMPLETE,)):
         raise SystemExit(f"no trial has finished; the last lines of {runs_dir}/logs say why")
     best = study.best_trial
-    found = {name: spec.get("value") for name, spec in study.user_attrs["about"]["parameters"].items()} | best.params
+    about = study.user_attrs["about"]
+    found = {name: spec.get("value") for name, spec in about["parameters"].items()} | best.params
+    found = {"env_id": about["env_id"]} | found
     flags = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in found.items())
     print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
     if (finished := len(study.get_trials(states=ended))) < args.trials:

@@ -83,7 +83,7 @@ def test_time_limits_that_are_terminations_too(tmp_path, capsys):
     """They count as terminations, and a line says so, once. With other terminations nothing is said."""
     for kind in (Done, torch_envs.Drift):
         script.train(make_args(tmp_path, env_id=env_id_of(kind), num_steps=60, total_timesteps=16 * 120))
-        assert capsys.readouterr().out.count("each time limit is a termination too") == (kind is Done)
+        assert capsys.readouterr().out.count("all truncations are terminations too") == (kind is Done)
 
 
 class Named(torch_envs.Drift):

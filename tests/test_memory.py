@@ -121,6 +121,13 @@ def test_ratio_is_one_in_the_first_minibatch(args, watch, env_id, cell):
     assert not any(clipped[::4]) and all(clipped[3::4])
 
 
+def test_a_gpu_computes_the_replay_in_full_precision(args, monkeypatch):
+    """TF32, which cuDNN uses by default, rounds the weights of reset rows: the state would not be zero behind them."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    script.train(args(total_timesteps=64))
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @BOTH_CELLS
 @pytest.mark.parametrize("kind", ["discrete", "box"])
 def test_predict_carries_the_state(kind, cell):

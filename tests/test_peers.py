@@ -24,6 +24,8 @@ def test_rows_of_other_libraries(tmp_path):
     again = subprocess.run(command, check=True, capture_output=True, text=True)
     assert list(csv.DictReader(out.read_text().splitlines())) == rows
     assert "sb3-ppo" not in again.stdout
+    subprocess.run([*command, "--total-timesteps", "20000"], check=True)  # another budget is another run
+    assert len(list(csv.DictReader(out.read_text().splitlines()))) == 4
 
 
 def test_atari(tmp_path):

@@ -85,7 +85,7 @@ def test_init_from(tmp_path):
             torch.testing.assert_close(tensor, first.state_dict()[name], msg=name)
     state = torch.load(new_dir / "checkpoint.pt")["optimizer"]["state"][0]
     assert state["step"] <= SMALL["num_minibatches"] * SMALL["update_epochs"]
-    with pytest.raises(module.UsageError, match="was trained with norm_obs True: use the same here"):
+    with pytest.raises(module.UsageError, match="has norm_obs True: add --norm-obs"):
         module.train(small(module, tmp_path, init_from=str(run_dir), norm_obs=False))
 
 

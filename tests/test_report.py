@@ -236,7 +236,7 @@ def test_a_task_has_one_setting(results, run_dir):
     """Tables and peers' figures are for one. Runs of the same task with other steps are refused, not written."""
     rows = report.read_csv(RESULTS / "classic.csv")
     report.write_rows(results / "classic.csv", report.FIELDS, rows)
-    with pytest.raises(SystemExit, match=r"classic\.csv would have several settings of CartPole-v1: name only"):
+    with pytest.raises(SystemExit, match=r"classic\.csv: CartPole-v1 would have several settings: publish only"):
         report.write_csv("classic", [run_dir])
     assert report.read_csv(results / "classic.csv") == rows
 
@@ -324,7 +324,9 @@ def test_compare_two_settings(tmp_path, capsys):
     assert "-4.45" in mean  # Hopper gains 3,000 / 2,761, Reacher loses 41 / 4.1: (1.09 - 10) / 2
     assert lines("one.csv", "other.csv") == named
     report.write_rows(tmp_path / "mixed.csv", report.FIELDS, [rows[0], rows[1] | {"flags": "--gamma=0.9"}])
-    with pytest.raises(SystemExit, match=r"several settings of .*, as in .*/mixed\.csv:plain"):
+    with pytest.raises(SystemExit, match=f"several settings: choose one, as in {tmp_path}/both.csv:plain"):
+        compare.main(f"{tmp_path}/both.csv", f"{tmp_path}/one.csv")
+    with pytest.raises(SystemExit, match="with several flags"):
         compare.main(f"{tmp_path}/mixed.csv:plain", f"{tmp_path}/one.csv")
 
     # What is not compared is named.

@@ -19,6 +19,8 @@ def test_left_padding_changes_no_answer(models):
     assert len({len(prompt) for prompt in prompts}) > 1
     sequences, _, mask = ppo_rlhf.generate(model, tokenizer, prompts, do_sample=False)
     together = ppo_rlhf.decode(tokenizer, prompts, sequences, mask)
+    tokenizer.clean_up_tokenization_spaces = True  # would decode "soup ?" as "soup?"
+    assert ppo_rlhf.decode(tokenizer, prompts, sequences, mask) == together
     for prompt, pair in zip(prompts, together):
         sequences, _, mask = ppo_rlhf.generate(model, tokenizer, [prompt], do_sample=False)
         assert ppo_rlhf.decode(tokenizer, [prompt], sequences, mask) == [pair]

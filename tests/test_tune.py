@@ -59,7 +59,7 @@ def test_tune(tmp_path, main):
     runs_dir, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
     words = [str(tmp_path / "sweep.yaml"), "--study=s", "--total-timesteps=2048", "--trials=2", "--seeds=1"]
     printed = main(tune, *words, f"--runs-dir={runs_dir}").stdout
-    assert "the best is" in printed and " --total-timesteps=2048" in printed and " --gamma=0.9" in printed
+    assert "the best is" in printed and " --env-id=CartPole-v1" in printed and " --total-timesteps=2048" in printed
     rows = run_folder.read_csv(runs_dir / "s.csv")
     assert [row["state"] for row in rows] == ["COMPLETE", "COMPLETE"]
     assert not list(runs_dir.glob("*/benchmark.json"))  # nothing was evaluated: a score does not need it

@@ -455,9 +455,9 @@ def train(args=None, resume=None):
                 simulator_logs.append(read_log(infos))
             raw_critic_obs[T] = next_critic_obs
             both = terminations & truncations
-            if not warned and both.any() and torch.equal(both, truncations):
+            if not warned and both.sum() > 1 and torch.equal(both, truncations):
                 warned = True
-                print(f"{args.env_id}: each time limit is a termination too: not bootstrapped; see docs/gpu_sim.md")
+                print(f"{args.env_id}: all truncations are terminations too: none is bootstrapped; see docs/gpu_sim.md")
             truncations &= ~terminations  # if both are set, it terminated
             episodes = []
             for step_rewards, episode_over in zip(rewards.cpu().numpy(), (terminations | truncations).cpu().numpy()):

@@ -73,7 +73,7 @@ class Args:  # the comments are what --help prints
     runs_dir: str = "runs"  # where run folders are made
     seed: int = 1  # seed of sampling, of the order of prompts, and of the built-in models
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one
-    checkpoint_interval: int = 20  # iterations between checkpoints; the first and the last are always saved
+    checkpoint_interval: int = 20  # iterations between checkpoints; the first and the last iteration are always saved
     eval_episodes: int = 256  # answers that --evaluate asks for
     eval_deterministic: bool = False  # evaluate with the likeliest token; off: sample as in training
     track: bool = False  # log to Weights & Biases too
