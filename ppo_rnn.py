@@ -823,7 +823,7 @@ def load_args(run_dir):
 def load_agent(run_dir):
     """The trained agent of a run folder: action, state = load_agent("runs/NAME").predict(raw_obs, state)."""
     state = load_checkpoint(run_dir)["agent"]
-    actions = {name: array for name, array in state.items() if name.startswith("action_")}
+    actions = {name: array for name, array in state.items() if name.startswith("action_") and "." not in name}
     agent = Agent(state["obs_rms.mean"].shape, actions, load_args(run_dir))
     agent.load_state_dict(state)
     return agent
