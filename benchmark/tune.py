@@ -214,8 +214,8 @@ def main():
         raise SystemExit(f"no trial has finished; the last lines of {runs_dir}/logs say why")
     best = study.best_trial
     about = study.user_attrs["about"]
-    found = {name: spec.get("value") for name, spec in about["parameters"].items()} | best.params
-    found = {"env_id": about["env_id"]} | found
+    fixed = {name: spec.get("value") for name, spec in about["parameters"].items()}
+    found = {"env_id": about["env_id"]} | fixed | best.params
     flags = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in found.items())
     print(f"{path}: {len(study.trials)} trials; the best is {best.number}, {best.value:.4g}: {flags}")
     if (finished := len(study.get_trials(states=ended))) < args.trials:
