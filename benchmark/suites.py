@@ -11,7 +11,7 @@ PENDULUM_NO_VEL += " --target-kl 0.02"
 SWIMMER = "--gamma 0.9999 --gae-lambda 0.98 --num-envs 10 --num-steps 200"
 RARE = "--no-norm-adv --ent-coef 0"  # where rewards are rare, normalized advantages are mostly noise
 PONG = "--num-minibatches 16 --learning-rate 5e-4 --clip-coef 0.2"
-SHORT_ATARI = "Breakout Boxing Freeway Qbert"
+SHORT_ATARI = {"Breakout": 500_000, "Boxing": 500_000, "Freeway": 350_000, "Qbert": 350_000}  # steps
 SUITES = {
     "classic": [
         ("ppo_discrete", "CartPole-v1", "--total-timesteps 200000"),
@@ -32,7 +32,7 @@ SUITES = {
     # What one CPU core carries in a few hours. Pong has settings that learn from fewer steps.
     "atari-short": [
         ("ppo_atari", "ALE/Pong-v5", f"--total-timesteps 1200000 {PONG}"),
-        *(("ppo_atari", f"ALE/{name}-v5", "--total-timesteps 500000") for name in SHORT_ATARI.split()),
+        *(("ppo_atari", f"ALE/{name}-v5", f"--total-timesteps {steps}") for name, steps in SHORT_ATARI.items()),
     ],
     "memory": [
         ("ppo_discrete", "benchmark.memory_envs:CartPoleNoVel-v1", "--total-timesteps 300000"),
