@@ -154,7 +154,7 @@ class Agent(nn.Module):
     """Actor and critic, which share no layers, and the statistics of observations and returns.
 
     raw_obs come from the environment; obs come from normalize_obs. To use your own network, replace self.actor,
-    (..., D) -> (..., A), and self.critic, (..., D) -> (..., 1). No dropout, no batch norm: nothing calls `eval`."""
+    (..., D) -> (..., A), and self.critic, (..., D) -> (..., 1). No dropout, no batch norm: nothing calls `.eval()`."""
 
     def __init__(self, obs_shape, action_low, action_high, args):
         super().__init__()

@@ -140,7 +140,7 @@ class NatureCNN(nn.Module):
 
 class Agent(nn.Module):
     """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
-    raw images (..., D), (0, D) too, into features (..., 512). No dropout, no batch norm: nothing calls `eval`."""
+    raw images (..., D), (0, D) too, into features (..., 512). No dropout, no batch norm: nothing calls `.eval()`."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
