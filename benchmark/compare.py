@@ -38,8 +38,8 @@ def read(source):
                 rows = settings[key]
                 if rows and row["exp_name"] != rows[0]["exp_name"]:
                     sys.exit(f"{source} has several settings: choose one, as in {path}:{rows[0]['exp_name']}")
-                if rows and row["flags"] != rows[0]["flags"]:
-                    sys.exit(f"{source} has {row['env_id']} with several flags: give each an --exp-name")
+                if rows and (row["script"], row["flags"]) != (rows[0]["script"], rows[0]["flags"]):
+                    sys.exit(f"{source} has {row['env_id']} of several scripts or flags: give each an --exp-name")
                 if any(row["seed"] == other["seed"] for other in rows):
                     sys.exit(f"{source} has seed {row['seed']} of {row['env_id']} twice")
                 rows.append(row)

@@ -191,7 +191,10 @@ def run_job(job, gpu, children, stop):
                     raise Stopped from None
         run_dir, facts = find_run(job), machine()  # before the run: the commit may change meanwhile
         if run_dir is None or not is_finished(run_dir):
-            call("--resume", str(run_dir), "--env-id", job.env_id) if run_dir else call(*job.arguments)
+            if other := made_by_another_version(job):  # edited while the suite runs
+                raise RuntimeError(f"{job.script.name} has changed since {other}")
+            resume = ["--resume", str(run_dir)] if run_dir else []
+            call(*resume, *job.arguments)  # also to a run that goes on: --track or --no-compile may be new
             run_dir = find_run(job)
         step = load_checkpoint(run_dir)["global_step"]
         if job.evaluate and not read_record(run_dir, step):

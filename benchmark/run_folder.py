@@ -129,7 +129,7 @@ def read_record(run_dir, global_step):
     """What run.py has recorded about the agent of this step: evaluation, commit, hardware; {} if nothing."""
     path = run_dir / "benchmark.json"
     record = json.loads(path.read_text()) if path.exists() else {}
-    return record if record.get("global_step", global_step) == global_step else {}  # else it has learned since
+    return record if record.get("global_step") == global_step else {}  # else it has learned since
 
 
 def defaults_of(path):

@@ -183,6 +183,8 @@ def main():
         scores = []  # of each seed
         try:
             for seed in seeds:
+                if script.read_text() != about["program"]:
+                    raise RuntimeError(f"{script} has changed since this search began")
                 row = run_job(Job(script, env_id, seed, tuple(words), runs_dir, evaluate=False), None, children, stop)
                 if row is None:
                     raise RuntimeError(f"{env_id}: no episode has ended")

@@ -326,7 +326,7 @@ def test_compare_two_settings(tmp_path, capsys):
     report.write_rows(tmp_path / "mixed.csv", report.FIELDS, [rows[0], rows[1] | {"flags": "--gamma=0.9"}])
     with pytest.raises(SystemExit, match=f"several settings: choose one, as in {tmp_path}/both.csv:plain"):
         compare.main(f"{tmp_path}/both.csv", f"{tmp_path}/one.csv")
-    with pytest.raises(SystemExit, match="with several flags"):
+    with pytest.raises(SystemExit, match="of several scripts or flags"):
         compare.main(f"{tmp_path}/mixed.csv:plain", f"{tmp_path}/one.csv")
 
     # What is not compared is named.

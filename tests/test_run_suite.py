@@ -29,11 +29,6 @@ def words_of(runs_dir, *words, steps=4096):
     ]
 
 
-def start_suite(*arguments, **named):
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *words_of(*arguments, **named)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def run_dirs(runs_dir):
     return sorted(path for path in runs_dir.iterdir() if path.name != "logs")
 
@@ -83,7 +78,8 @@ def test_suite_stops_and_goes_on(tmp_path, main, monkeypatch):
     assert "ppo_discrete.py --resume" in log.read_text().partition("to resume: python ")[2]
     assert run_folder.summarise(run_dir) is None
 
-    process = start_suite(tmp_path, "--seeds=1", steps=20_000)
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *words, "--checkpoint-interval=0.5"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     saved = times_of([run_dir])
     wait_for(lambda: times_of([run_dir]) != saved, process)
     process.kill()  # but not what it started
@@ -92,6 +88,7 @@ def test_suite_stops_and_goes_on(tmp_path, main, monkeypatch):
     done = main(suites, *words)
     assert "1 of 1 runs have finished" in done.stdout and run_dirs(tmp_path) == [run_dir]
     assert log.read_text().count(": step ") == 2  # the run that was stopped and the orphan print this line once
+    assert run_folder.read_args(run_dir)["checkpoint_interval"] == 0.5  # the run that goes on takes such a flag
     row = run_folder.summarise(run_dir)
     assert (row["global_step"], row["commit"]) == (18_432, "") and "torch" in row["versions"] and row["evaluation"]
 
@@ -119,10 +116,14 @@ def test_evaluation_is_of_the_agent_as_it_is(run_dir, tmp_path):
 def test_versions_of_a_script_do_not_mix(run_dir, tmp_path):
     """After an edit, other seeds are refused too: a table would show both versions as one setting. Another name or
     another setting has a row of its own."""
+    args = suites.Args("classic", seeds=1, first_seed=2, runs_dir=tmp_path, **ONE_RUN)
+    (job,) = suites.make_jobs(args, QUICK)
     with (run_dir / "ppo_discrete.py").open("a") as file:
         file.write("# an earlier version\n")
     with pytest.raises(SystemExit, match=r"ppo_discrete\.py has changed since .*: give another --exp-name"):
-        suites.make_jobs(suites.Args("classic", seeds=1, first_seed=2, runs_dir=tmp_path, **ONE_RUN), QUICK)
+        suites.make_jobs(args, QUICK)
+    with pytest.raises(RuntimeError, match=r"ppo_discrete\.py has changed since"):  # edited while the suite runs
+        suites.run_job(job, None, set(), threading.Event())
     suites.make_jobs(suites.Args("classic", exp_name="after", runs_dir=tmp_path, **ONE_RUN), QUICK)
     suites.make_jobs(suites.Args("classic", runs_dir=tmp_path, **ONE_RUN | {"total_timesteps": 8192}), QUICK)
 

@@ -112,6 +112,14 @@ def test_killed_worker(tmp_path, main):
     assert float(complete["score"]) == float(complete["MountainCar-v0 seed 101"]) == -200
 
 
+def test_edit_of_the_script_ends_a_search(tmp_path, main):
+    sweep = write_sweep(tmp_path)
+    with open(tmp_path / "my_ppo.py", "a") as file:  # it edits itself at the end of a run
+        file.write('if __name__ == "__main__":\n    open(__file__, "a").write("# edited")\n')
+    words = [sweep, "--study=s", "--trials=2", "--seeds=1", "--total-timesteps=2048", f"--runs-dir={tmp_path}/runs"]
+    assert "only 1 of 2 trials have finished" in main(tune, *words).returncode
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -2,7 +2,7 @@
 
     python benchmark/studies/google_vs_nvidia.py                     # the original size, 30M steps a run: for a GPU
     python benchmark/studies/google_vs_nvidia.py --small             # 512,000 steps, 60 runs: 3 hours on a CPU core
-    python benchmark/studies/google_vs_nvidia.py --small --report    # only the tables and the picture, from the CSV
+    python benchmark/studies/google_vs_nvidia.py --small --report    # only the tables, from the CSV
     python benchmark/studies/google_vs_nvidia.py --small --seeds 5 --updates google+stored google+normalised google+gae
 
 Answer (google_vs_nvidia_small.csv): at the small size it does not. NVIDIA's ends at 1,152, Google's at 880 (20
@@ -153,24 +153,6 @@ def scores_of(rows, update, evaluation):
     return np.array([float(row["mean_returns"].split()[evaluation]) for row in rows if row["update"] == update])
 
 
-def draw(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    for update in dict.fromkeys(row["update"] for row in rows):
-        scores = [scores_of(rows, update, i) for i in range(11)]
-        steps = [int(step) for step in rows[0]["steps"].split()]
-        low, high = zip(*(mean_interval(x) for x in scores))
-        (line,) = axis.plot(steps, [x.mean() for x in scores], marker="o", label=f"{update}, {len(scores[0])} seeds")
-        axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
-    axis.set(xlabel="environment steps", ylabel="return of sampled actions, mean and 95% interval", title="brax/ant")
-    axis.legend()
-    figure.savefig(path, dpi=120)
-
-
 def main():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     size = "small" if args.small else "full"
@@ -183,10 +165,6 @@ def main():
     if set(Args.updates) <= {row["update"] for row in rows}:
         print(table_of_evaluations(rows), end="\n\n")
     print(table_of_differences(rows))
-    picture = Path(args.runs_dir) / f"{path.stem}.png"
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(rows, picture)
-    print(f"\n{picture}")
 
 
 if __name__ == "__main__":
