@@ -912,7 +912,7 @@ def evaluate(agent, envs, seed, deterministic=True):
                 break
             obs, rewards, terminations, truncations, _ = envs.step(agent.predict(split_obs(obs)[0], deterministic))
             episodic_returns += torch.where(running, rewards, 0.0)  # what comes after the end may be NaN
-            running &= ~(terminations | truncations)
+            running &= ~(terminations.bool() | truncations.bool())  # simulators also give 0 and 1
     if running.any():
         print(f"{running.sum()} episodes are cut after 30,000 steps")
     return episodic_returns.cpu().numpy()
