@@ -425,6 +425,7 @@ def train(args=None, resume=None):
         cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # more threads pay only on idle cores: docs/notes/speed.md
         torch.backends.cudnn.allow_tf32 = False  # `replay` must compute what `act` computed, in full precision
+        seed_generators(args.seed)  # some environments draw numbers while they are made
         envs = make_envs(args, N)
         cleanup.callback(envs.close)
         run = Run(args, num_iterations * B, cleanup, resume)
@@ -600,15 +601,20 @@ def compiled(function, args, device):
     return torch.compile(function, fullgraph=True, dynamic=False, options=options) if args.compile else function
 
 
+def seed_generators(seed):
+    """Seed the global generators of Python, numpy and torch, which some environments use."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 class VectorMember(gym.Wrapper):
-    """One environment of a vector. reset also seeds the global generators, which some environments use. step drops
-    infos, except masks and an episode's last numbers: merging whole infos can cost more than the step."""
+    """One environment of a vector. step drops infos, except masks and an episode's last numbers: merging whole infos
+    can cost more than the step."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
+            seed_generators(seed)
         obs, info = self.env.reset(seed=seed, options=options)
         return obs, self.keep_mask(info)
 
@@ -836,6 +842,7 @@ def evaluate(agent, args, episodes, video_dir=None, name="evaluation"):
     with torch.random.fork_rng(devices), contextlib.ExitStack() as cleanup:  # leave training's random numbers alone
         cleanup.callback(random.setstate, random.getstate())
         cleanup.callback(np.random.set_state, np.random.get_state())
+        seed_generators(args.seed)
         env = make_env(args, render_mode="rgb_array") if video_dir else make_env(args)
         env = gym.wrappers.TimeLimit(env, 30_000)  # a good policy might never end an episode
         if video_dir:

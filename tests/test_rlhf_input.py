@@ -86,6 +86,10 @@ BAD = {
     "no such function": ({"reward_model": None, "reward": "math:no"}, "--reward math:no: write MODULE:FUNCTION"),
     "no function": ({"reward_model": None, "reward": "math"}, "--reward math: write MODULE:FUNCTION"),
     "no such module": ({"reward_model": None, "reward": "nowhere:score"}, "No module named 'nowhere'"),
+    "no such module in a package": (
+        {"reward_model": None, "reward": "xml.nowhere:score"},
+        "No module named 'xml.nowhere'",
+    ),
     "indivisible": ({"num_minibatches": 3}, "--batch-size must be a multiple of num_minibatches * processes = 3"),
     "too short": ({"total_episodes": 7}, "--total-episodes must be at least batch_size = 8"),
     "nothing to resume": ({"resume": "nowhere"}, "nowhere/checkpoint.pt"),

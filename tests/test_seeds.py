@@ -77,3 +77,30 @@ def test_every_environment_has_a_seed_of_its_own(script, small_args):
     envs.close()
     assert one.shape == (4, 3) and len(np.unique(np.concatenate([one, other]))) == 24
     np.testing.assert_array_equal(one, two)
+
+
+class Drawn(probes.Target):
+    """Draws from every global generator while it is made, and remembers what."""
+
+    drawn: ClassVar = []
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.drawn.append((np.random.random(), random.random(), torch.rand(()).item()))
+
+
+probes.register("Drawn", Drawn)
+
+
+def test_what_environments_draw_while_they_are_made(script, small_args):
+    """Each environment something else, every run and every evaluation of a seed the same."""
+    args, both = small_args(env_id=probe(script, "Drawn"), total_timesteps=64), []
+    for _ in range(2):
+        Drawn.drawn.clear()
+        random.seed(), np.random.seed(), torch.seed()  # random
+        agent, _ = script.train(args)
+        random.seed(), np.random.seed(), torch.seed()
+        script.evaluate(agent, args, 1)
+        both.append(np.array(Drawn.drawn))
+    np.testing.assert_array_equal(*both)
+    assert len(np.unique(both[0][: args.num_envs])) == 3 * args.num_envs

@@ -415,7 +415,7 @@ def check(args, num_ranks):
         raise UsageError("give --model, --prompts and either --reward-model or --reward; or none (the built-in task)")
     if args.reward:  # fails now, not after the first answers
         module, _, function = args.reward.partition(":")
-        if module.endswith(".py") or not hasattr(pkgutil.resolve_name(module), function):
+        if module.endswith(".py") or not hasattr(pkgutil.resolve_name(f"{module}:"), function):
             raise UsageError(f"--reward {args.reward}: write MODULE:FUNCTION, a function of that module")
     if args.batch_size % (parts := num_ranks * args.num_minibatches):
         raise UsageError(f"--batch-size must be a multiple of num_minibatches * processes = {parts}")
