@@ -173,9 +173,8 @@ class Agent(nn.Module):
         """(..., D) -> (...)"""
         return self.critic(obs).squeeze(-1)
 
-    def get_log_probs(self, obs, action_mask=None):
-        """obs (..., D), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
-        logits = self.actor(obs)
+    def get_log_probs(self, logits, action_mask=None):
+        """logits (..., A), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         if action_mask is not None:  # not -inf: the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
@@ -184,7 +183,7 @@ class Agent(nn.Module):
         """obs (..., D), action (..., K) or None to sample one -> action (..., K) and log_prob, entropy, value (...)
 
         The distribution is written out, because torch.distributions is slower."""
-        log_probs = self.get_log_probs(obs, action_mask)
+        log_probs = self.get_log_probs(self.actor(obs), action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
         log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
@@ -208,7 +207,8 @@ class Agent(nn.Module):
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-1], -1)
         if deterministic:
-            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(obs, action_mask)], -1)
+            log_probs = self.get_log_probs(self.actor(obs), action_mask)
+            action = torch.stack([x.argmax(-1) for x in log_probs], -1)
         else:
             action = self.get_action_and_value(obs, action_mask=action_mask)[0]
         return self.to_env_action(action).cpu().numpy()[()]  # [()]: one Discrete action is a number, not an array

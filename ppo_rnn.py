@@ -254,9 +254,8 @@ class Agent(nn.Module):
         """(..., H) -> (...)"""
         return self.critic(features).squeeze(-1)
 
-    def get_log_probs(self, features, action_mask=None):
-        """features (..., H), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
-        logits = self.actor(features)
+    def get_log_probs(self, logits, action_mask=None):
+        """logits (..., A), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         if action_mask is not None:  # not -inf: the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
@@ -275,7 +274,7 @@ class Agent(nn.Module):
             # Entropy of the unclipped normal distribution, in nats. It depends on log_std alone.
             entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
             return action, log_prob, entropy, self.get_value(features)
-        log_probs = self.get_log_probs(features, action_mask)
+        log_probs = self.get_log_probs(self.actor(features), action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
         log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
@@ -309,7 +308,8 @@ class Agent(nn.Module):
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-1], -1)
         if deterministic and self.is_discrete:
-            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(features, action_mask)], -1)
+            log_probs = self.get_log_probs(self.actor(features), action_mask)
+            action = torch.stack([x.argmax(-1) for x in log_probs], -1)
         elif deterministic:
             action = self.actor(features)
         else:

@@ -97,7 +97,7 @@ def test_what_environments_draw_while_they_are_made(script, small_args):
     args, both = small_args(env_id=probe(script, "Drawn"), total_timesteps=64), []
     for _ in range(2):
         Drawn.drawn.clear()
-        random.seed(), np.random.seed(), torch.seed()  # random
+        random.seed(), np.random.seed(), torch.seed()  # from the operating system
         agent, _ = script.train(args)
         random.seed(), np.random.seed(), torch.seed()
         script.evaluate(agent, args, 1)

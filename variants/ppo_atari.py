@@ -158,9 +158,8 @@ class Agent(nn.Module):
         """(..., D) -> (...)"""
         return self.critic(self.encoder(obs)).squeeze(-1)
 
-    def get_log_probs(self, features, action_mask=None):
-        """features (..., 512), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
-        logits = self.actor(features)
+    def get_log_probs(self, logits, action_mask=None):
+        """logits (..., A), action_mask (..., A) bool or None -> list of K log-probabilities (..., size)"""
         if action_mask is not None:  # not -inf: the entropy would be 0 * -inf = NaN
             logits = logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
         return [x.log_softmax(-1) for x in logits.split(self.sizes, -1)]
@@ -170,7 +169,7 @@ class Agent(nn.Module):
 
         The distribution is written out, because torch.distributions is slower."""
         features = self.encoder(obs)
-        log_probs = self.get_log_probs(features, action_mask)
+        log_probs = self.get_log_probs(self.actor(features), action_mask)
         if action is None:  # Gumbel-max: add Gumbel noise, the -log of an exponential, and take the largest
             action = torch.stack([(x - torch.empty_like(x).exponential_().log()).argmax(-1) for x in log_probs], -1)
         log_prob = sum(x.gather(-1, a.unsqueeze(-1)).squeeze(-1) for x, a in zip(log_probs, action.unbind(-1)))
@@ -193,7 +192,8 @@ class Agent(nn.Module):
             action_mask = torch.as_tensor(np.stack([np.hstack(row) for row in rows]), device=obs.device).bool()
             action_mask = action_mask.reshape(*obs.shape[:-3], -1)
         if deterministic:
-            action = torch.stack([x.argmax(-1) for x in self.get_log_probs(self.encoder(obs), action_mask)], -1)
+            log_probs = self.get_log_probs(self.actor(self.encoder(obs)), action_mask)
+            action = torch.stack([x.argmax(-1) for x in log_probs], -1)
         else:
             action = self.get_action_and_value(obs, action_mask=action_mask)[0]
         return self.to_env_action(action).cpu().numpy()[()]  # [()]: one Discrete action is a number, not an array
@@ -540,11 +540,11 @@ def make_envs(args, num_envs):
     of the next one, and the final observation in infos["final_obs"]."""
     if args.capture_video and "rgb_array" not in make_env(args).metadata.get("render_modes", []):
         raise UsageError(f"{args.env_id} cannot record videos: its metadata has no render mode rgb_array")
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
         make_env(args).close()  # fails now if evaluation could not make it later
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
-    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     try:  # the environment's own vector, if it has one with this mode: it is faster, and skips make_env
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
     except (gym.error.Error, TypeError) as error:
