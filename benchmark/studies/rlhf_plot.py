@@ -38,8 +38,8 @@ def collect(runs_dir):
     for path in sorted(Path(runs_dir).glob("*/metrics.csv")):
         args = json.loads((path.parent / "args.json").read_text())
         table = [{name: float(value) for name, value in row.items()} for row in read_csv(path)]
-        if not table or args["model"] is not None:
-            print(f"left out: {path.parent}: no iteration has ended, or it trained another task", file=sys.stderr)
+        if len(table) < args["total_episodes"] // args["batch_size"] or args["model"] is not None:
+            print(f"left out: {path.parent}: it has not ended, or it trained another task", file=sys.stderr)
             continue
         columns = {name: [row[f"charts/{name}"] for row in table] for name in PANELS}
         setting = {"kl_coef": args["kl_coef"], "seed": args["seed"]}
