@@ -14,6 +14,7 @@ def test_samples_follow_the_stated_distribution(script):
     agent = make_agent(script)
     for layer in agent.actor[::2]:
         torch.nn.init.normal_(layer.weight, std=0.5)
+    torch.nn.init.normal_(agent.log_std, std=0.5)
     obs = torch.randn(1, 3).expand(200_000, 3)
     with torch.no_grad():
         if script.__name__ == "ppo_rnn":

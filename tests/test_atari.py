@@ -10,6 +10,7 @@ import ppo_atari as script
 import probes
 import pytest
 import torch
+from conftest import scalars
 from filelock import FileLock
 
 SMALL = {"num_envs": 4, "num_steps": 16, "total_timesteps": 256, "num_minibatches": 2, "update_epochs": 2}
@@ -269,6 +270,19 @@ def test_images(tmp_path, watch):
         agent.predict(image[:, :20])
     train(tmp_path, env_id="images/Last-v0", total_timesteps=64, clip_reward=False)
     assert set(estimates[-1][0][4].flatten().tolist()) == {0.0, 3.0}
+
+
+def test_settings_of_the_update(tmp_path, watch):
+    """gamma and lambda reach the advantages, which the second epoch computes again. The rate falls. The gradient is
+    clipped: Adam's first step keeps a tenth of it."""
+    estimates, settings = watch(script, "estimate_advantages"), {"gamma": 0.9, "gae_lambda": 0.8, "num_minibatches": 1}
+    settings |= {"env_id": "images/Last-v0", "learning_rate": 1e-3, "max_grad_norm": 1e-3, "recompute_advantages": True}
+    _, run_dir = train(tmp_path, total_timesteps=128, **settings)
+    assert [arguments[-2:] for arguments, _ in estimates] == [(0.9, 0.8)] * 4  # two iterations
+    assert [rate for _, rate in scalars(run_dir)["charts/learning_rate"]] == pytest.approx([1e-3, 5e-4])
+    _, run_dir = train(tmp_path, total_timesteps=64, update_epochs=1, **settings)
+    moment = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
+    assert 10 * moment.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(7, 48, 3), (40, 3, 48), (48, 48)])

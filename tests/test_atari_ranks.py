@@ -1,6 +1,7 @@
 """variants/ppo_atari.py under torchrun: several processes train one agent. One process takes one thread."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,14 @@ def worker(out):
     torch.save(left | {"actions": [x.actions for x in MEMBERS]}, out / f"rank-{os.environ['RANK']}.pt")
     MEMBERS.clear()
     train(out / "step of two", **SHARED | ONE_STEP)
+    MEMBERS.clear()
+    if run_dir:
+        shutil.copytree(run_dir, out / "resumed")
+    torch.distributed.barrier()
+    args = script.load_args(out / "resumed")
+    args.total_timesteps = 768
+    agent, _ = script.train(args, out / "resumed")
+    torch.save(agent.state_dict(), out / f"resumed-{os.environ['RANK']}.pt")
     torch.distributed.barrier()  # torchrun would stop rank 0 if rank 1 failed while it leaves
     torch.distributed.destroy_process_group()
 
@@ -64,7 +73,8 @@ def worker(out):
 def test_two_ranks_train_as_one(tmp_path):
     """They end with the same weights, to the bit: gradients are averaged, and the KL limit ends an update for both in
     the same minibatch. Their seeds and their noise differ. episodes.csv has the rows of one process that has all
-    environments. So has the first step: the critic's gradient does not depend on the actions."""
+    environments. So has the first step: the critic's gradient does not depend on the actions. Both resume the
+    checkpoint and stay equal; then one process resumes it alone."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, tmp_path]
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # pytest's
     done = subprocess.run(list(map(str, torchrun)), capture_output=True, text=True, timeout=200, env=paths)
@@ -80,6 +90,14 @@ def test_two_ranks_train_as_one(tmp_path):
     saved = script.load_checkpoint(two)
     assert 4 <= saved["optimizer"]["state"][0]["step"] < 4 * 3 * 2  # of 4 iterations, 3 epochs, 2 minibatches
     assert saved["global_step"] == 512 and saved["args"]["num_envs"] == 8
+
+    resumed = [torch.load(tmp_path / f"resumed-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    torch.testing.assert_close(*resumed, atol=0, rtol=0)
+    args = script.load_args(tmp_path / "resumed")
+    args.total_timesteps = 1024
+    MEMBERS.clear()
+    script.train(args, tmp_path / "resumed")
+    assert script.load_checkpoint(tmp_path / "resumed")["global_step"] == 1024
 
     MEMBERS.clear()
     _, one = train(tmp_path / "one", **SHARED)

@@ -54,6 +54,7 @@ def test_preset(script, main, tmp_path):
     assert finished.returncode == 0, finished.stderr
     (run_dir,) = tmp_path.iterdir()
     assert script.load_args(run_dir) == script.Args(runs_dir=str(tmp_path), **script.PRESETS["cleanrl"] | small)
+    assert "not allowed with" in main(script, "--preset=cleanrl", f"--resume={run_dir}").stderr
 
 
 BAD = {  # in one script, which stands for all
@@ -61,7 +62,6 @@ BAD = {  # in one script, which stands for all
     "fraction of an environment": ({"num_envs": "4.5"}, None),
     "no such flag": ({"no_such_flag": 1}, None),
     "abbreviation": ({"pres": "cleanrl"}, None),
-    "preset and resume": ({"preset": "cleanrl", "resume": "latest"}, None),
     "several choices": ({"env_id": "discrete/Target-v0"}, "use ppo_discrete.py"),
 }
 EACH = {"unknown environment": ({"env_id": "NoSuchEnv-v0"}, "Environment `NoSuchEnv` doesn't exist")}

@@ -151,9 +151,7 @@ def test_an_episode_that_never_ends(script, small_args):
     args = small_args(env_id=probe(script, "Stay"))
     action = gym.make(args.env_id).action_space.sample()
     agent = Still((action, None) if script.__name__ == "ppo_rnn" else action)
-    for kwargs in ("{}", '{"max_episode_steps": 40000}'):
-        args.env_kwargs = kwargs
-        assert script.evaluate(agent, args, 1).tolist() == [30_000]
+    assert script.evaluate(agent, args, 1).tolist() == [30_000]
     args.env_kwargs = '{"max_episode_steps": 9}'
     assert script.evaluate(agent, args, 1).tolist() == [9]
 

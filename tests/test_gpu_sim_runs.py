@@ -162,17 +162,27 @@ def test_export_onnx(tmp_path, main):
 
 
 def test_two_ranks(tmp_path, monkeypatch):
-    """As torchrun starts them: one run folder, the same weights on both, episodes of both."""
+    """As torchrun starts them: one run folder, the same weights on both, episodes of both, the statistics of what both
+    observed. Both take up the checkpoint and stay equal."""
     made = []
     monkeypatch.setattr(torch_envs, "drift", lambda *given: made.append((given[2], Remembering(*given))) or made[-1][1])
 
     def train(rank):
         agent, _ = script.train(make_args(tmp_path))
         ((seed, envs),) = made
-        torch.save([agent.state_dict(), seed, envs.last_seed, torch.stack(envs.ends).sum()], tmp_path / f"rank-{rank}")
+        seen = torch.cat([obs["policy"] for obs in envs.obs[:-1]]), torch.stack(envs.ends).sum()
+        torch.save([agent.state_dict(), *seen, seed, envs.last_seed], tmp_path / f"rank-{rank}")
+
+    def resume(rank):
+        (run_dir,) = (tmp_path / "runs").iterdir()
+        agent, _ = script.train(make_args(tmp_path, total_timesteps=1600), run_dir)
+        torch.save(agent.state_dict(), tmp_path / f"resumed-{rank}")
 
     two_ranks(train)
-    (one, *seeds, ends), (other, *other_seeds, other_ends) = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
+    (one, obs, ends, *seeds), (other, other_obs, other_ends, *other_seeds) = (
+        torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1)
+    )
+    torch.testing.assert_close(one["obs_rms.mean"], torch.cat([obs, other_obs]).double().mean(0), atol=1e-6, rtol=0)
     assert all(seed != other for seed, other in zip(seeds, other_seeds))  # of the simulators, of their last reset
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["obs_rms.count"].item() == pytest.approx(800)  # what both have seen
@@ -180,6 +190,9 @@ def test_two_ranks(tmp_path, monkeypatch):
     assert script.load_checkpoint(run_dir)["global_step"] == 800
     steps = [int(row.split(",")[0]) for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
     assert steps == sorted(steps) and len(steps) == ends + other_ends
+    two_ranks(resume)
+    resumed = [torch.load(tmp_path / f"resumed-{rank}") for rank in (0, 1)]
+    torch.testing.assert_close(*resumed, atol=0, rtol=0)
 
 
 def test_interrupt_and_resume_latest(tmp_path, main):

@@ -62,6 +62,7 @@ def test_replay_is_step_by_step(where, cell):
     for features in (agent.memory.replay(obs, starts, state), step_by_step(agent, obs, starts, state)):
         _, log_prob, entropy, value = agent.get_action_and_value(features, actions)
         assert log_prob.shape == value.shape == (T, n)
+        assert torch.autograd.grad(value.sum(), agent.memory.cell.weight_ih, retain_graph=True)[0].any()
         loss = (weights * torch.stack([log_prob, entropy, value])).sum() / (T * n)
         parameters = [*agent.parameters(), state]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)

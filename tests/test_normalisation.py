@@ -65,7 +65,7 @@ def test_without_normalisation_there_are_no_statistics(script, small_args):
 
 # Four environments in step, episodes of the states 0 to 7 whatever the policy does, rollouts of 12 steps: every rollout
 # has some states twice, and other ones than the rollout before.
-ALIGNED = {"num_envs": 4, "num_steps": 12, "gamma": CHAIN_GAMMA, "update_epochs": 1}
+ALIGNED = {"num_envs": 4, "num_steps": 12, "gamma": CHAIN_GAMMA, "gae_lambda": 0.8, "update_epochs": 1}
 
 
 def aligned_rows(num_rollouts):
@@ -92,14 +92,16 @@ def statistics_of_sb3(rows):
 def test_statistics_and_what_they_normalise(script, small_args, watch):
     """All observations of a rollout, those after its last step and final ones too, are normalised by the statistics of
     the rollouts before; in the first rollout by mean 0 and variance 1. The statistics are merged once per rollout, and
-    equal those of SB3, which sees the raw rows of all rollouts at once."""
-    rollouts = watch(script, "estimate_advantages")
+    equal those of SB3, which sees the raw rows of all rollouts at once. Advantages are those of the normalised rewards,
+    with --gamma and --gae-lambda."""
+    rollouts, normalized_rewards = watch(script, "estimate_advantages"), watch(script, "normalize_rewards")
     agent, run_dir = script.train(small_args(env_id=probe(script, "AlignedChain"), total_timesteps=48 * 5, **ALIGNED))
     assert len(rollouts) == 5
     raw, _ = aligned_rows(6)
     oracle = script.load_agent(run_dir)  # test_golden.py checks its normalize_obs
     for i, ((_, obs, *rest), _) in enumerate(rollouts):
         last_obs, final_obs = rest[:2]
+        assert torch.equal(rest[-5], normalized_rewards[i][1]) and rest[-2:] == [CHAIN_GAMMA, 0.8]
         if script.__name__ == "ppo_rnn":  # one tensor holds obs and last_obs
             (*obs, last_obs), _, _, final_obs, _ = obs
             obs = torch.stack(obs)

