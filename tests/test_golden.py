@@ -64,23 +64,6 @@ def test_advantage_normalisation(script):
     assert loss_and_metrics(script, case, norm_adv=True)[1]["policy_loss"] == -3.0  # one sample: left as it is
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_rnn"], indirect=True)
-def test_gaussian(script):
-    """log_prob and entropy of given means and log_stds, which the network is made to put out."""
-    inputs, expected = golden("gaussian")
-    mean, log_std = inputs["mean"], inputs["log_std"]
-    agent = make_agent(script, action_size=mean.shape[-1], log_std_init=0.0).double()
-    agent.actor = torch.nn.Identity()
-    agent.log_std.data = log_std.clone()
-    agent.critic = torch.nn.Linear(mean.shape[-1], 1).double()
-    _, log_prob, entropy, value = agent.get_action_and_value(mean, inputs["action"])
-    torch.testing.assert_close(log_prob, expected["logprob"], atol=1e-9, rtol=0)
-    torch.testing.assert_close(
-        entropy, torch.as_tensor(expected["entropy"], dtype=torch.float64).expand(len(mean)), atol=1e-9, rtol=0
-    )
-    assert value.shape == log_prob.shape
-
-
 @pytest.mark.parametrize("script", ["ppo_discrete", "ppo_rnn"], indirect=True)
 @pytest.mark.parametrize("case", ["categorical", "categorical_masked", "multidiscrete_masked"])
 def test_categorical(script, case):
