@@ -127,6 +127,22 @@ def test_protocol_of_the_games(tmp_path, sticky):
     assert evaluation["frameskip"] == 1  # AtariPreprocessing skips
 
 
+@pytest.mark.parametrize(("kwargs", "frames"), [({}, 4), ({"frameskip": 2}, 2), ({"frameskip": 1}, 1)])
+def test_frames_of_a_step(kwargs, frames):
+    """The same in training and in evaluation."""
+    args = script.Args(env_id="ALE/Pong-v5", env_kwargs=json.dumps(kwargs))
+    with script.make_env(args) as env:
+        env.reset(seed=1)
+        before = env.unwrapped.ale.getEpisodeFrameNumber()
+        env.step(0)
+        assert env.unwrapped.ale.getEpisodeFrameNumber() - before == frames
+    envs = script.make_envs(args, 1)
+    _, infos = envs.reset(seed=1)
+    before = infos["episode_frame_number"].item()
+    assert envs.step(np.zeros(1, int))[4]["episode_frame_number"].item() - before == frames
+    envs.close()
+
+
 def test_evaluation_sees_what_training_saw():
     """gymnasium's preprocessing of one game, frame by frame, against ale-py's of a vector: the same pictures."""
     args = script.Args(env_id="ALE/Pong-v5")
@@ -283,6 +299,15 @@ def test_settings_of_the_update(tmp_path, watch):
     _, run_dir = train(tmp_path, total_timesteps=64, update_epochs=1, **settings)
     moment = script.load_checkpoint(run_dir)["optimizer"]["state"][0]["exp_avg"]
     assert 10 * moment.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_resume_with_images_of_another_shape(tmp_path):
+    """The weights would fit, but the saved agent would refuse the new images."""
+    _, run_dir = train(tmp_path, env_id="images/Last-v0", total_timesteps=64)
+    args = script.load_args(run_dir)
+    args.env_kwargs, args.total_timesteps = '{"shape": [41, 49, 3]}', 128
+    with pytest.raises(script.UsageError, match="has another obs_shape"):
+        script.train(args, run_dir)
 
 
 @pytest.mark.parametrize("shape", [(7, 48, 3), (40, 3, 48), (48, 48)])

@@ -23,8 +23,8 @@ Where PPO implementations differ, this one does as follows (docs/choices.md comp
 6. --target-kl: the first minibatch whose KL exceeds 1.5 times the target makes no step and ends the update, as in SB3.
 7. Atari games run in ale-py's vector, almost as in OpenAI's baselines: no sticky actions; frame skip 4; 4 stacked
    grey frames of 84 x 84; truncation after 108,000 frames. A lost life counts as a termination, but the game goes on.
-   Unlike there, a game starts with FIRE and up to 28 no-ops (29 without FIRE), and after a lost life the policy itself
-   must press FIRE. Logs count whole games. For sticky actions (Machado et al. 2018):
+   Unlike in baselines, a game starts with FIRE and up to 28 no-ops (29 without FIRE), and after a lost life the policy
+   itself must press FIRE. Logs count whole games. For sticky actions (Machado et al. 2018):
    --env-kwargs '{"repeat_action_probability": 0.25}'.
 8. Under torchrun, ranks share the environments equally and average their gradients. --norm-adv acts within a rank.
 The defaults are those of OpenAI's baselines, but the value loss is not clipped. --preset cleanrl clips it. Items 1,
@@ -33,7 +33,7 @@ The defaults are those of OpenAI's baselines, but the value loss is not clipped.
 Shapes: T = num_steps, N = num_envs / ranks, B = T * num_envs (all ranks), M = T * N / num_minibatches, D = image shape,
 K = action dimensions, A = sum of their choices (one Discrete(4): K = 1, A = 4), E = number of truncations in a rollout.
 actions[t], taken in obs[t], gives rewards[t]. If that step ends the episode, terminations[t] or truncations[t] is True,
-and obs[t + 1] begins the next episode. CleanRL stores these flags as dones[t + 1].
+and obs[t + 1] begins the next episode (after a lost life, the game goes on). CleanRL stores the flags as dones[t + 1].
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Args:  # the comments are what --help prints
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor, 0 to 1
     gae_lambda: float = 0.95  # lambda of GAE; 0: one-step TD error (low variance); 1: the whole rollout (low bias)
-    num_minibatches: int = 4  # minibatches per epoch; must divide num_envs / ranks * num_steps
+    num_minibatches: int = 4  # minibatches per epoch; must divide num_steps * (num_envs / ranks)
     update_epochs: int = 4  # passes over the batch of an iteration
     norm_adv: bool = True  # normalize the advantages of each minibatch to mean 0, standard deviation 1
     recompute_advantages: bool = False  # recompute values, advantages and returns before epochs 2, 3, ...
@@ -124,11 +124,11 @@ class NatureCNN(nn.Module):
         super().__init__()
         self.channels_last = shape[0] != min(shape)  # (height, width, channels); the smallest dimension is channels
         channels, height, width = (shape[2], shape[0], shape[1]) if self.channels_last else shape
-        height, width = (height - 28) // 8, (width - 28) // 8  # after the three convolutions: 84 -> 7, 36 -> 1
+        rows, columns = (height - 28) // 8, (width - 28) // 8  # after the three convolutions: 84 -> 7, 36 -> 1
         layers = [layer_init(nn.Conv2d(channels, 32, 8, stride=4)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()]
         layers += [layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten()]
-        self.layers = nn.Sequential(*layers, layer_init(nn.Linear(64 * height * width, 512)), nn.ReLU())
+        self.layers = nn.Sequential(*layers, layer_init(nn.Linear(64 * rows * columns, 512)), nn.ReLU())
 
     def forward(self, images):
         x = images.movedim(-1, -3) if self.channels_last else images
@@ -139,8 +139,10 @@ class NatureCNN(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic: two linear layers on one Nature CNN. To use your own network, replace self.encoder, which turns
-    raw images (..., D), (0, D) too, into features (..., 512). No dropout, no batch norm: nothing calls `.eval()`."""
+    """Actor and critic: two linear layers on one Nature CNN.
+
+    To use your own network, replace self.encoder: uint8 images (..., D), 0 to 255, (0, D) too -> features (..., 512).
+    No dropout, no batch norm: nothing calls `.eval()`."""
 
     def __init__(self, obs_shape, action_sizes, action_start, args):
         super().__init__()
@@ -150,7 +152,7 @@ class Agent(nn.Module):
         self.register_buffer("obs_shape", torch.tensor(obs_shape))
         self.encoder = NatureCNN(obs_shape)
         # gain 0.01: outputs start near 0, so the first policy hardly depends on the observation.
-        # Actor first: the critic's one bias would misalign the actor's weights, and CUDA graphs copy such inputs.
+        # Actor first: after the critic's one bias, its weights would be misaligned, and CUDA graphs copy such inputs.
         self.actor = layer_init(nn.Linear(512, sum(self.sizes)), gain=0.01)
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
 
@@ -337,7 +339,7 @@ def train(args=None, resume=None):
         step_rewards = np.zeros((T, N), np.float32)  # raw
         step_terminations, step_truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
         episode_returns, episode_lengths = np.zeros(N), np.zeros(N, dtype=int)
-        frame_numbers = np.zeros(N, dtype=int)  # of each game so far, from ale-py
+        frame_numbers = np.zeros(N, dtype=int)  # of each game, one step ago; from ale-py
 
         for iteration in range(math.ceil(global_step / B) + 1, num_iterations + 1):  # ceil: --resume may change B
             remaining = 1.0 - (iteration - 1) / num_iterations  # 1 in the first iteration, above 0 in the last
@@ -525,8 +527,9 @@ def make_env(args, **kwargs):
     """One environment. Atari games use it for --evaluate and videos: the frames are those of ale-py's vector."""
     if "ALE/" in args.env_id:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-        kwargs = {"frameskip": 1, "repeat_action_probability": 0.0} | json.loads(args.env_kwargs) | kwargs
-        env = gym.wrappers.AtariPreprocessing(gym.make(args.env_id, **kwargs))
+        kwargs = {"frameskip": 4, "repeat_action_probability": 0.0} | json.loads(args.env_kwargs) | kwargs
+        frame_skip, kwargs["frameskip"] = kwargs["frameskip"], 1  # the wrapper skips frames, not the game
+        env = gym.wrappers.AtariPreprocessing(gym.make(args.env_id, **kwargs), frame_skip=frame_skip)
         return VectorMember(gym.wrappers.FrameStackObservation(env, 4, padding_type="zero"))
     env = gym.make(args.env_id, **json.loads(args.env_kwargs) | kwargs)
     space = env.observation_space
@@ -543,7 +546,7 @@ def make_envs(args, num_envs):
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
-        make_env(args).close()  # fails now if evaluation could not make it later
+        make_env(args).close()  # evaluation must take the same env_kwargs: else fail now
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
     try:  # the environment's own vector, if it has one with this mode: it is faster, and skips make_env
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
@@ -554,7 +557,7 @@ def make_envs(args, num_envs):
     if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP:  # it ignored the option
         raise UsageError(f"{args.env_id}: its vector must have autoreset_mode SAME_STEP, and say so in its metadata")
     space = envs.single_observation_space
-    # Channels, the smallest number, come first or last. So shape[1] and the second smallest are rows or columns.
+    # Channels are the smallest number, first or last. So shape[1] and the second smallest are rows or columns.
     if space.dtype != np.uint8 or len(space.shape) != 3 or min(space.shape[1], sorted(space.shape)[1]) < 36:
         raise UsageError(f"{args.env_id} has no uint8 images of at least 36 x 36 pixels, but {space}")
     choices(envs.single_action_space)  # rejects others
@@ -607,7 +610,7 @@ class Run:
         args, state = self.args, self.checkpoint.get("agent")
         if state:
             for name, x in agent.named_buffers(recurse=False):  # load_state_dict would overwrite these without a word
-                if name.startswith("action_") and not (name in state and state[name].equal(x.cpu())):
+                if not (name in state and state[name].equal(x.cpu())):
                     raise UsageError(f"{args.env_id} has another {name} than the checkpoint in {self.dir}")
             agent.load_state_dict(state)
             optimizer.load_state_dict(self.checkpoint["optimizer"])
