@@ -546,7 +546,7 @@ def make_envs(args, num_envs):
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     kwargs = json.loads(args.env_kwargs)
     if "ALE/" in args.env_id:  # a lost life is `terminated`, but the game continues
-        make_env(args).close()  # evaluation must take the same env_kwargs: else fail now
+        make_env(args).close()  # fails now if evaluation cannot take these env_kwargs
         kwargs = {"repeat_action_probability": 0.0, "reward_clipping": False, "life_loss_info": True} | kwargs
     try:  # the environment's own vector, if it has one with this mode: it is faster, and skips make_env
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **options, **kwargs)
